@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar, Union
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Absent:
     reason: str
 
 
-Maybe = Union[T, Absent]
+Maybe = T | Absent
 
 NOT_READ = Absent("NOT_READ")  # this source did not ask for it in this cycle (slower cadence)
 HUNG = Absent("HUNG")  # a driver call has not returned within its deadline
@@ -84,7 +84,7 @@ class MigInstance:
 
 @dataclass(frozen=True)
 class RemappedRows:
-    """nvmlDeviceGetRemappedRows: rows remapped for correctable and uncorrectable errors; a remap pending; one failed."""
+    """nvmlDeviceGetRemappedRows: rows remapped after correctable and uncorrectable errors; one pending; one failed."""
 
     correctable: int
     uncorrectable: int
@@ -379,16 +379,16 @@ class Tick:
     t: float
 
 
-Observation = Union[
-    GpuPoll,
-    XidEvent,
-    DriverReport,
-    EngineUpdate,
-    EngineScrape,
-    HostProcess,
-    ProcessGone,
-    HostMemory,
-    SourceRun,
-    TargetRemoved,
-    Tick,
-]
+Observation = (
+    GpuPoll
+    | XidEvent
+    | DriverReport
+    | EngineUpdate
+    | EngineScrape
+    | HostProcess
+    | ProcessGone
+    | HostMemory
+    | SourceRun
+    | TargetRemoved
+    | Tick
+)
