@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Absent:
     reason: str
 
 
-Maybe = T | Absent
+Maybe: TypeAlias = T | Absent
 
 NOT_READ = Absent("NOT_READ")  # this source did not ask for it in this cycle (slower cadence)
 HUNG = Absent("HUNG")  # a driver call has not returned within its deadline
@@ -208,7 +208,7 @@ class EngineUpdate:
     gone: bool = False
 
 
-Histogram = tuple[tuple[float, float], ...]  # (upper bound, cumulative count), ascending, the last bound is inf
+Histogram: TypeAlias = tuple[tuple[float, float], ...]  # (upper bound, cumulative count), ascending, the last bound is inf
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ class Tick:
     t: float
 
 
-Observation = (
+Observation: TypeAlias = (
     GpuPoll
     | XidEvent
     | DriverReport
