@@ -1,0 +1,60 @@
+# Everything a person or CI does here, by one name each. Needs Python >= 3.10 and make; the rest is set up in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Programs that speak while they work, so that the lines of one step are not mixed into the next.
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help run test lint format docs golden vllm clean
+
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: $(VENV)/.run ## Set up if needed and start the daemon with no configuration
+	$(BIN)/oomwatch run
+
+test: lint vllm ## Set up if needed, then every check; pytest comes last
+	$(BIN)/pytest
+
+lint: $(VENV)/.dev ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## Sort imports, mend what ruff can mend, format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.dev ## Write the generated pages of docs/ anew
+	$(BIN)/python -m oomwatch.docs
+
+golden: $(VENV)/.dev ## Write the expected outputs of the tests anew; review the diff
+	$(BIN)/pytest --update-golden
+
+# A real vLLM for the end-to-end tests: 2.5 GB in .cache, made once, with Python 3.11.
+vllm: $(VENV)/.dev
+	$(BIN)/python -m tests.e2e.vllm_setup
+
+clean: ## Remove .venv and what the tools keep; the vLLM of the tests in .cache stays
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find exporter tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo 'oomwatch needs Python 3.10 or newer as "$(PYTHON)". Name another one: make PYTHON=/path/to/python3 ...' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo '"$(PYTHON)" cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.created pyproject.toml constraints.txt exporter/oomwatch/__init__.py
+	$(PIP) install --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt exporter/oomwatch/__init__.py
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(VENV)/.run
