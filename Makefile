@@ -35,9 +35,11 @@ docs: $(VENV)/.dev ## Write the generated pages of docs/ anew
 golden: $(VENV)/.dev ## Write the expected outputs of the tests anew; review the diff
 	$(BIN)/pytest --update-golden
 
-# A real vLLM for the end-to-end tests: 2.5 GB in .cache, made once, with Python 3.11.
-vllm: $(VENV)/.dev
-	$(BIN)/python -m tests.e2e.vllm_setup
+# Where it cannot be made (it needs Python 3.11 on x86-64 and 2.5 GB), the tests that need it are skipped and say so;
+# in CI nothing may be skipped.
+vllm: $(VENV)/.dev ## Make the real vLLM that the tests start, in .cache
+	@$(BIN)/python -m tests.e2e.vllm_setup || { \
+	  [ "$$OOMWATCH_TESTS_REQUIRE" != all ] && echo 'Going on without it: the tests with a real vLLM will be skipped.' >&2; }
 
 clean: ## Remove .venv and what the tools keep; the vLLM of the tests in .cache stays
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
