@@ -27,6 +27,8 @@ def check_golden(request: pytest.FixtureRequest) -> CheckGolden:
             path.write_bytes(text.encode())
             return
         assert path.is_file(), f"{path} is missing: make golden writes it"
-        assert text == path.read_bytes().decode(), f"differs from {path}: if it should, run make golden and review the diff"
+        assert text == path.read_bytes().decode(), (
+            f"differs from {path}: if it should, run make golden and review the diff"
+        )
 
     return check
