@@ -1,0 +1,650 @@
+"""What every file of settings shares: YAML with positions, units, and errors that say what, where and what to do.
+
+Durations are seconds (float), sizes bytes (int). No error text ever holds a secret's value.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+KeyPath = tuple[str | int, ...]
+
+MAX_FILE_BYTES = 1 << 20
+MAX_NODES = 100_000  # a small file can expand to more than memory through YAML's aliases
+
+
+# --- problems --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a setting came from: a file with line and column (from 1), an environment variable, or a flag."""
+
+    source: str
+    line: int | None = None
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return ":".join(str(part) for part in (self.source, self.line, self.column) if part is not None)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with the settings; ``severity`` is ``error`` or ``warning``."""
+
+    origin: Origin
+    key: str
+    message: str
+    severity: Literal["error", "warning"] = "error"
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (str(self.origin), self.key, self.message) if part)
+
+
+class ConfigError(Exception):
+    """Settings that cannot be used; ``problems`` holds everything wrong with them, in the order of the file."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def key_text(path: KeyPath) -> str:
+    """``engines[0].url`` for ("engines", 0, "url")."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`` Did you mean "x"?`` for the nearest known word, empty where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f' Did you mean "{near[0]}"?' if near else ""
+
+
+# --- YAML ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Layer:
+    """Settings from one source, and where each key stands."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    where: dict[KeyPath, Origin] = field(default_factory=dict)
+
+    def put(self, path: KeyPath, value: object, origin: Origin) -> None:
+        """Set one nested key; sections on the way are made."""
+        section = self.data
+        for part in path[:-1]:
+            section = section.setdefault(str(part), {})
+        section[str(path[-1])] = value
+        self.where[path] = origin
+
+    def origin(self, path: KeyPath, otherwise: Origin) -> Origin:
+        """The place of a key, or of the nearest section around it that is written somewhere."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.where:
+                return self.where[path[:length]]
+        return otherwise
+
+    def overlaid(self, other: Layer) -> Layer:
+        """This layer with the other's settings on top: sections are merged, everything else is replaced."""
+        merged = Layer(dict(self.data), dict(self.where))
+        _overlay(merged, merged.data, other, other.data, ())
+        return merged
+
+
+def _overlay(merged: Layer, target: dict[str, Any], top: Layer, source: Mapping[str, Any], path: KeyPath) -> None:
+    for key, value in source.items():
+        here = (*path, key)
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            target[key] = dict(target[key])
+            _overlay(merged, target[key], top, value, here)
+            continue
+        target[key] = value
+        for known in [known for known in merged.where if known[: len(here)] == here]:
+            del merged.where[known]
+        merged.where.update({known: place for known, place in top.where.items() if known[: len(here)] == here})
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's scalars as version 1.2 has them: no dates, no base 60 (1:30), no octal by a leading 0."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+
+
+def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    return int(text, 16) if text.startswith("0x") else int(text)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
+
+
+class _Reader:
+    """Turns composed YAML into data and positions, collecting problems."""
+
+    def __init__(self, loader: _Loader, source: str) -> None:
+        self.loader = loader
+        self.source = source
+        self.layer = Layer()
+        self.problems: list[Problem] = []
+        self.nodes = 0
+        self.open: set[int] = set()
+
+    def origin(self, node: yaml.Node) -> Origin:
+        return Origin(self.source, node.start_mark.line + 1, node.start_mark.column + 1)
+
+    def problem(self, node: yaml.Node, path: KeyPath, message: str) -> None:
+        self.problems.append(Problem(self.origin(node), key_text(path), message))
+
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.nodes += 1
+        if self.nodes > MAX_NODES or id(node) in self.open:
+            raise ConfigError(
+                [Problem(self.origin(node), key_text(path), "an alias (*name) repeats itself endlessly.")]
+            )
+        self.open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self.mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self.item(child, (*path, index)) for index, child in enumerate(node.value)]
+            return self.loader.construct_object(node)
+        except yaml.constructor.ConstructorError as error:
+            self.problem(node, path, f"{error.problem}; plain YAML values only.")
+            return None
+        finally:
+            self.open.discard(id(node))
+
+    def item(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.layer.where[path] = self.origin(node)
+        return self.value(node, path)
+
+    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        first: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            name = key.value if isinstance(key, yaml.ScalarNode) else None
+            if name in first:
+                line = first[name].start_mark.line + 1
+                self.problem(key, (*path, name), f"the key is there twice, the first time in line {line}. Keep one.")
+            elif name is not None:
+                first[name] = key
+        self.loader.flatten_mapping(node)
+        data: dict[str, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                self.problem(key, path, "a key must be a plain word.")
+                continue
+            name = str(key.value)
+            here = (*path, name)
+            self.layer.where[here] = self.origin(key)
+            content = self.value(value, here)
+            if content is not None:
+                data[name] = content
+        return data
+
+
+_YAML_ADVICE = {
+    "mapping values are not allowed here": "a second colon in one line, or the line is indented too far. "
+    "Put a text that holds a colon in quotes",
+    "found character '\\t' that cannot start any token": "a tab. Indent with spaces",
+    "expected a single document in the stream": "a second document after ---. Keep one",
+}
+
+
+def _plain(error: yaml.MarkedYAMLError) -> str:
+    problem = error.problem or "it cannot be understood"
+    text = _YAML_ADVICE.get(problem, problem)
+    begun = error.context_mark
+    if problem not in _YAML_ADVICE and error.context and begun is not None:
+        text += f" ({error.context} that starts in line {begun.line + 1})"
+    return f"not valid YAML: {text}."
+
+
+def read_yaml(text: str, source: str, *, one_place: bool = False) -> Layer:
+    """The mapping in a YAML text, empty for an empty text; raises ConfigError with every problem of form.
+
+    A key without a value counts as absent. With ``one_place`` (an environment variable) positions inside the text
+    are left out. A text that is not a mapping is an error.
+    """
+    data, layer = read_yaml_value(text, source)
+    if data is None:
+        return layer
+    if not isinstance(data, dict):
+        what = "a list" if isinstance(data, list) else "a single value"
+        raise ConfigError(
+            [Problem(Origin(source, None if one_place else 1), "", f"{what}, where key: value is expected.")]
+        )
+    layer.data = data
+    return layer
+
+
+def read_yaml_value(text: str, source: str) -> tuple[Any, Layer]:
+    """Any YAML value, and a layer that holds the positions of the keys inside it."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = Origin(source, mark.line + 1, mark.column + 1) if mark else Origin(source)
+        raise ConfigError([Problem(place, "", _plain(error))]) from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        message = f"not valid YAML: the character U+{error.character:04X} is not allowed."
+        raise ConfigError([Problem(Origin(source, line), "", message)]) from error
+    except RecursionError as error:
+        raise ConfigError([Problem(Origin(source), "", "not valid YAML: nested too deeply.")]) from error
+    if node is None:
+        return None, Layer()
+    reader = _Reader(loader, source)
+    data = reader.value(node, ())
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return data, reader.layer
+
+
+def read_text(path: Path) -> str:
+    """A settings file's text; ConfigError where it cannot be read, is too large, or is not UTF-8."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        message = f"cannot be read: {(error.strerror or str(error)).lower()}."
+        raise ConfigError([Problem(Origin(str(path)), "", message)]) from error
+    if len(raw) > MAX_FILE_BYTES:
+        message = f"larger than {format_size(MAX_FILE_BYTES)}: not a configuration file."
+        raise ConfigError([Problem(Origin(str(path)), "", message)])
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError([Problem(Origin(str(path), line), "", "not UTF-8 text.")]) from error
+
+
+# --- units -----------------------------------------------------------------------------------------------------
+
+
+_DURATION_UNITS = {"w": 604800.0, "d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_DURATION = re.compile("".join(rf"(?:(?P<{unit}>\d+(?:\.\d+)?){unit})?" for unit in _DURATION_UNITS))
+_SIZE_UNITS = {
+    "b": 1,
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}i": 1024**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+}
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    """A problem in plain words; braces would be taken for placeholders."""
+    return PydanticCustomError("plain", "{message}", {"message": message})
+
+
+def parse_duration(value: object) -> float:
+    """Seconds from ``15s``, ``1m30s``, ``250ms``, ``2h``, ``1d`` or a plain number of seconds."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, str):
+        text = value.strip()
+        if _NUMBER.fullmatch(text):
+            return float(text)
+        match = _DURATION.fullmatch(text)
+        if text and match:
+            # Thousandths are added up whole, so that 1.5s and 1s500ms are the same number.
+            parts = [
+                float(number) * _DURATION_UNITS[unit] * 1000 for unit, number in match.groupdict().items() if number
+            ]
+            return math.fsum(parts) / 1000
+    raise _wrong("not a duration")
+
+
+def format_duration(seconds: float) -> str:
+    """``1m30s`` for 90; what parse_duration reads back to the same number."""
+    rest = round(seconds * 1000)
+    if rest / 1000 != seconds or rest < 0:
+        return f"{seconds!r}"
+    text = ""
+    for unit, length in (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000), ("ms", 1)):
+        count, rest = divmod(rest, length)
+        text += f"{count}{unit}" if count else ""
+    return text or "0s"
+
+
+def parse_size(value: object) -> int:
+    """Bytes from ``16MiB``, ``1.5GiB``, ``80GB`` or a plain number."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
+        factor = _SIZE_UNITS.get(match[2].lower() or "b") if match else None
+        if match and factor is None and match[2].lower() in tuple("kmgt"):
+            letter = match[2].upper()
+            raise _wrong(f"ambiguous: write {letter}iB (powers of 1024) or {letter}B (powers of 1000)")
+        if match and factor is not None:
+            size = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
+            if size == int(size):
+                return int(size)
+    raise _wrong("not a size")
+
+
+def format_size(size: int) -> str:
+    """``16MiB``; what parse_size reads back to the same number."""
+    for unit, factor in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)
+
+
+# --- kinds of values -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value is, for documents and errors: a type's name, what is allowed, how a value is written."""
+
+    name: str
+    allowed: str = ""
+    show: Callable[[Any], str] | None = None
+    secret: bool = False
+
+
+DURATION = Kind("duration", "such as 15s, 1m30s, 250ms, 2h or a plain number of seconds", format_duration)
+SIZE = Kind("size", "such as 16MiB, 1GiB, 80GB or a plain number of bytes", format_size)
+FILE = Kind("file", "a path, relative to the file that names it")
+
+Duration = Annotated[
+    float, BeforeValidator(parse_duration), PlainSerializer(format_duration, when_used="json"), DURATION
+]
+Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json"), SIZE]
+File = Annotated[Path, FILE]
+
+
+def _one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_many), Kind("list of texts")]
+
+
+# --- sections --------------------------------------------------------------------------------------------------
+
+S = TypeVar("S", bound="Section")
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Keys that are fine alone and wrong together; ``path`` is relative to the section."""
+
+    path: KeyPath
+    message: str
+
+
+class Section(BaseModel):
+    """A part of the settings: immutable, and with no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
+
+    @classmethod
+    def contradictions(cls, data: Mapping[str, Any]) -> Iterator[Contradiction]:
+        """Problems between keys, found in what was written, so that they show beside problems of single keys."""
+        yield from ()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _report_all(cls: type[S], data: object, handler: ModelWrapValidatorHandler[S]) -> S:
+        lines: list[InitErrorDetails] = []
+        section: S | None = None
+        try:
+            section = handler(data)
+        except ValidationError as error:
+            lines = [_again(line) for line in error.errors(include_url=False)]
+        if isinstance(data, Mapping):
+            for found in cls.contradictions(data):
+                kind = PydanticCustomError("contradiction", "{message}", {"message": found.message})
+                lines.append(InitErrorDetails(type=kind, loc=found.path, input=None))
+        if section is None or lines:
+            raise ValidationError.from_exception_data(cls.__name__, lines)
+        return section
+
+
+def _again(line: Any) -> InitErrorDetails:
+    """A reported error in the form in which it can be reported once more."""
+    kind = line["type"]
+    if kind == "value_error":
+        kind, line = "plain", {**line, "ctx": {"message": str(line["ctx"]["error"])}}
+    if kind in ("plain", "contradiction"):
+        kind = PydanticCustomError(kind, "{message}", line["ctx"])
+        return InitErrorDetails(type=kind, loc=line["loc"], input=line["input"])
+    return InitErrorDetails(type=kind, loc=line["loc"], input=line["input"], ctx=line.get("ctx", {}))
+
+
+def _plain_type(annotation: Any) -> Any:
+    """The type without Optional."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        inner = [part for part in get_args(annotation) if part is not type(None)]
+        return inner[0] if len(inner) == 1 else annotation
+    return annotation
+
+
+@dataclass(frozen=True)
+class Described:
+    """A field as documents and errors see it."""
+
+    name: str
+    info: FieldInfo
+    type: Any
+    metadata: tuple[Any, ...]
+
+    @property
+    def kind(self) -> Kind | None:
+        return next((item for item in self.metadata if isinstance(item, Kind)), None)
+
+    @property
+    def section(self) -> type[Section] | None:
+        """The section that the field holds, if it holds one."""
+        return self.type if isinstance(self.type, type) and issubclass(self.type, Section) else None
+
+    @property
+    def sections(self) -> type[Section] | None:
+        """What the field is a list of, if it is a list of sections."""
+        inner = get_args(self.type)[0] if get_origin(self.type) is tuple else None
+        return inner if isinstance(inner, type) and issubclass(inner, Section) else None
+
+    @property
+    def type_name(self) -> str:
+        if self.kind:
+            return self.kind.name
+        if self.sections:
+            return "list of sections"
+        if get_origin(self.type) is Literal:
+            return "word"
+        names: dict[Hashable, str] = {bool: "boolean", int: "integer", float: "number", str: "text"}
+        if get_origin(self.type) is tuple:
+            return f"list of {names[get_args(self.type)[0]]}s"
+        return names.get(self.type, "mapping of texts")
+
+    def shown(self, value: object) -> str:
+        """A value as it is written in a file."""
+        if value is None:
+            return ""
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if self.kind and self.kind.show:
+            return self.kind.show(value)
+        if isinstance(value, tuple):
+            return "[" + ", ".join(str(item) for item in value) + "]"
+        if isinstance(value, Mapping):
+            return "{}" if not value else str(dict(value))
+        return str(value)
+
+    @property
+    def allowed(self) -> str:
+        """What may be written here, in words."""
+        low = next((self.shown(item.ge) for item in self.metadata if isinstance(item, Ge)), "")
+        above = next((self.shown(item.gt) for item in self.metadata if isinstance(item, Gt)), "")
+        high = next((self.shown(item.le) for item in self.metadata if isinstance(item, Le)), "")
+        below = next((self.shown(item.lt) for item in self.metadata if isinstance(item, Lt)), "")
+        parts = [f"above {above}"] if above else []
+        if low and high:
+            parts.append(f"{low} to {high}")
+        elif low:
+            parts.append(f"{low} or more")
+        elif high:
+            parts.append(f"up to {high}")
+        if below:
+            parts.append(f"below {below}")
+        text = " and ".join(parts)
+        if get_origin(self.type) is Literal:
+            text = ", ".join(str(word) for word in get_args(self.type))
+        elif self.type is bool:
+            text = "true or false"
+        if self.kind and self.kind.allowed:
+            text = f"{text}, {self.kind.allowed}" if text else self.kind.allowed
+        return text
+
+
+def described(section: type[Section]) -> dict[str, Described]:
+    """The fields of a section by name."""
+    return {name: _describe(name, info) for name, info in section.model_fields.items()}
+
+
+def _describe(name: str, info: FieldInfo) -> Described:
+    inner = _plain_type(info.annotation)
+    metadata = tuple(info.metadata)
+    if get_origin(inner) is Annotated:
+        inner, *more = get_args(inner)
+        metadata += tuple(more)
+    return Described(name, info, inner, metadata)
+
+
+def find_field(section: type[Section], path: KeyPath) -> tuple[type[Section] | None, Described | None]:
+    """The innermost section along a path, and the field that the path ends at or in; None where there is none."""
+    inside: type[Section] | None = section
+    last: Described | None = None
+    for part in path:
+        if isinstance(part, int):
+            inside = last.sections if last else None
+            continue
+        if inside is None:
+            break
+        last = described(inside).get(part)
+        if last is None:
+            return inside, None
+        inside = last.section
+    return inside, last
+
+
+# --- from validation errors to problems ------------------------------------------------------------------------
+
+
+def validate(section: type[S], layer: Layer, otherwise: Origin) -> tuple[S | None, list[Problem]]:
+    """A section from a layer's data, or every problem in the order of their places."""
+    try:
+        return section.model_validate(layer.data), []
+    except ValidationError as error:
+        problems = [_problem(section, layer, line, otherwise) for line in error.errors(include_url=False)]
+    return None, sorted(problems, key=lambda problem: (problem.origin.source, problem.origin.line or 0))
+
+
+def _problem(section: type[Section], layer: Layer, line: Any, otherwise: Origin) -> Problem:
+    path: KeyPath = tuple(line["loc"])
+    kind: str = line["type"]
+    origin = layer.origin(path, otherwise)
+    if kind == "extra_forbidden":
+        parent, _ = find_field(section, path[:-1])
+        known = list(described(parent)) if parent else []
+        hint = did_you_mean(str(path[-1]), known) or f" Known here: {', '.join(known)}."
+        return Problem(origin, key_text(path), f"unknown key.{hint}")
+    if kind == "missing":
+        return Problem(layer.origin(path[:-1], otherwise), key_text(path), "this key is required.")
+    if kind == "contradiction":
+        return Problem(origin, key_text(path), f"{line['ctx']['message']}.")
+    _, found = find_field(section, path)
+    return Problem(origin, key_text(path), _sentence(kind, line, _written(layer.data, path, line["input"]), found))
+
+
+def _written(data: Any, path: KeyPath, otherwise: object) -> object:
+    """The value at a path as it was written, before it was understood as seconds or bytes."""
+    for part in path:
+        if isinstance(data, Mapping) and part in data:
+            data = data[part]
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            return otherwise
+    return data
+
+
+_SHAPES = {
+    "model_type": "keys and values are expected here",
+    "model_attributes_type": "keys and values are expected here",
+    "dict_type": "keys and values are expected here",
+    "tuple_type": "a list is expected here",
+}
+
+
+def without_credentials(text: str) -> str:
+    """The text with what stands before the @ in URLs masked."""
+    return re.sub(r"//[^/\s]*@", "//<secret>@", text)
+
+
+def _quoted(value: object) -> str:
+    text = without_credentials(value) if isinstance(value, str) else str(value).lower()
+    text = text if len(text) <= 120 else f"{text[:100]}…"
+    return json.dumps(text, ensure_ascii=False) if isinstance(value, str) else text
+
+
+def _sentence(kind: str, line: Any, value: object, found: Described | None) -> str:
+    said: str = line["ctx"]["message"] if kind == "plain" else _SHAPES.get(kind, "not allowed")
+    tellable = isinstance(value, (str, int, float)) and not (found and found.kind and found.kind.secret)
+    shown = _quoted(value) if tellable else ""
+    if kind == "string_type" and shown:
+        return f'{shown} is not text. Write it in quotes: "{shown}".'
+    if shown and kind not in _SHAPES:
+        text = f"{shown} is {said}" if said.startswith(("not ", "ambiguous")) else f"{shown}: {said}"
+    else:
+        text = said
+    allowed = found.allowed if found and kind not in _SHAPES else ""
+    return f"{text}. Allowed: {allowed}." if allowed else f"{text}."
+
+
+def sequence(value: object) -> Sequence[Any]:
+    """The value if it is a list, else an empty one."""
+    return value if isinstance(value, (list, tuple)) else ()
