@@ -117,11 +117,13 @@ Addresses = Annotated[
 class TlsConfig(Section):
     """How a server's certificate is checked, and what is shown to it."""
 
-    ca_file: File | None = Field(None, description="Certificates (PEM) to trust instead of the system's.")
-    cert_file: File | None = Field(None, description="Client certificate (PEM) for servers that ask for one.")
-    key_file: File | None = Field(None, description="Key (PEM) of the client certificate, where cert_file lacks it.")
+    ca_file: File | None = Field(default=None, description="Certificates (PEM) to trust instead of the system's.")
+    cert_file: File | None = Field(default=None, description="Client certificate (PEM) for servers that ask for one.")
+    key_file: File | None = Field(
+        default=None, description="Key (PEM) of the client certificate, where cert_file lacks it."
+    )
     insecure_skip_verify: bool = Field(
-        False, description="Accept any certificate. Anyone on the way can then pose as the engine."
+        default=False, description="Accept any certificate. Anyone on the way can then pose as the engine."
     )
 
     @classmethod
@@ -148,34 +150,39 @@ class EngineConfig(Section):
     name: Name = Field(description="The engine's name in labels, alerts and pages; unique on this node.")
     url: EngineUrl = Field(description="The server's base URL, or its /metrics in full.")
     timeout: Duration = Field(
-        5.0, ge=0.1, le=60, description="How long one request may take; never longer than intervals.scrape."
+        default=5.0, ge=0.1, le=60, description="How long one request may take; never longer than intervals.scrape."
     )
     max_page_bytes: Size = Field(
-        16 * 1024**2, ge=64 * 1024, le=1024**3, description="A page larger than this is not read to its end."
+        default=16 * 1024**2, ge=64 * 1024, le=1024**3, description="A page larger than this is not read to its end."
     )
     bearer_token_file: File | None = Field(
-        None, description="File that holds a bearer token and nothing else. Read anew when it changes."
+        default=None, description="File that holds a bearer token and nothing else. Read anew when it changes."
     )
-    basic_auth: BasicAuthConfig | None = Field(None, description="User name and password for the server.")
-    tls: TlsConfig = Field(TlsConfig(), description="For https:// URLs.")
+    basic_auth: BasicAuthConfig | None = Field(default=None, description="User name and password for the server.")
+    tls: TlsConfig = Field(default=TlsConfig(), description="For https:// URLs.")
     headers: Headers = Field(default_factory=dict, description="Further headers to send. Shown masked.")
     proxy_url: ProxyUrl | None = Field(
-        None, description="Proxy to go through. The environment's proxies are never used. Shown without credentials."
+        default=None,
+        description="Proxy to go through. The environment's proxies are never used. Shown without credentials.",
     )
     gpu_memory_utilization: float | None = Field(
-        None, gt=0, le=1, description="vLLM's --gpu-memory-utilization, where the page does not tell it."
+        default=None, gt=0, le=1, description="vLLM's --gpu-memory-utilization, where the page does not tell it."
     )
-    max_model_len: int | None = Field(None, ge=1, description="vLLM's --max-model-len in tokens.")
+    max_model_len: int | None = Field(default=None, ge=1, description="vLLM's --max-model-len in tokens.")
     kv_connector: bool | None = Field(
-        None, description="Whether a KV connector (NIXL, Mooncake, LMCache) may hold blocks of finished requests."
+        default=None,
+        description="Whether a KV connector (NIXL, Mooncake, LMCache) may hold blocks of finished requests.",
     )
-    kv_pool_blocks: int | None = Field(None, ge=1, description="Usable KV blocks of one rank.")
-    kv_pool_bytes: Size | None = Field(None, ge=1, description="Memory of the KV pool on one GPU.")
-    weights_bytes: Size | None = Field(None, ge=1, description="Memory of the model's weights on one GPU.")
+    kv_pool_blocks: int | None = Field(default=None, ge=1, description="Usable KV blocks of one rank.")
+    kv_pool_bytes: Size | None = Field(default=None, ge=1, description="Memory of the KV pool on one GPU.")
+    weights_bytes: Size | None = Field(default=None, ge=1, description="Memory of the model's weights on one GPU.")
     pids: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
-        None, description="The engine's processes on this host, for the rare case that they cannot be found by port."
+        default=None,
+        description="The engine's processes on this host, for the rare case that they cannot be found by port.",
     )
-    gpus: Gpus | None = Field(None, description="The engine's GPUs or MIG slices, where its processes cannot be found.")
+    gpus: Gpus | None = Field(
+        default=None, description="The engine's GPUs or MIG slices, where its processes cannot be found."
+    )
 
     @classmethod
     def contradictions(cls, data: Mapping[str, Any]) -> Iterator[Contradiction]:
@@ -219,35 +226,37 @@ class EngineConfig(Section):
 class DiscoveryConfig(Section):
     """Finding vLLM servers of this host by themselves. Nothing outside the host is looked at."""
 
-    enabled: bool = Field(True, description="Whether vLLM servers that the configuration does not name are found.")
+    enabled: bool = Field(
+        default=True, description="Whether vLLM servers that the configuration does not name are found."
+    )
     timeout: Duration = Field(
-        5.0,
+        default=5.0,
         ge=0.1,
         le=60,
         description="How long one request to a found engine may take; never longer than intervals.scrape.",
     )
     max_page_bytes: Size = Field(
-        16 * 1024**2,
+        default=16 * 1024**2,
         ge=64 * 1024,
         le=1024**3,
         description="A found engine's page larger than this is not read to its end.",
     )
-    tls: TlsConfig = Field(TlsConfig(), description="For found servers that speak https.")
+    tls: TlsConfig = Field(default=TlsConfig(), description="For found servers that speak https.")
 
 
 class IntervalsConfig(Section):
     """How often each source is read."""
 
-    gpu: Duration = Field(15.0, ge=1, le=300, description="GPU memory and health by NVML.")
+    gpu: Duration = Field(default=15.0, ge=1, le=300, description="GPU memory and health by NVML.")
     processes: Duration = Field(
-        60.0,
+        default=60.0,
         ge=1,
         le=3600,
         description="The GPUs' process lists, which cost more; rounded to a multiple of intervals.gpu.",
     )
-    scrape: Duration = Field(15.0, ge=1, le=300, description="The engines' pages of metrics.")
-    host: Duration = Field(30.0, ge=1, le=3600, description="Host processes of engines and the host's memory.")
-    discovery: Duration = Field(15.0, ge=1, le=3600, description="The search for vLLM servers on this host.")
+    scrape: Duration = Field(default=15.0, ge=1, le=300, description="The engines' pages of metrics.")
+    host: Duration = Field(default=30.0, ge=1, le=3600, description="Host processes of engines and the host's memory.")
+    discovery: Duration = Field(default=15.0, ge=1, le=3600, description="The search for vLLM servers on this host.")
 
     @property
     def processes_every(self) -> int:
@@ -258,9 +267,12 @@ class IntervalsConfig(Section):
 class NvmlConfig(Section):
     """Reading GPUs through NVIDIA's management library."""
 
-    enabled: bool = Field(True, description="Whether GPUs are read at all.")
+    enabled: bool = Field(default=True, description="Whether GPUs are read at all.")
     deadline: Duration = Field(
-        5.0, ge=0.1, le=60, description="A device that has not answered after this counts as hung; the others go on."
+        default=5.0,
+        ge=0.1,
+        le=60,
+        description="A device that has not answered after this counts as hung; the others go on.",
     )
 
 
@@ -269,10 +281,10 @@ class NeighbourConfig(Section):
 
     name: Name = Field(description="Its name in labels; unique among neighbours.")
     process: str | None = Field(
-        None, min_length=1, description="Name of its processes, with * and ? as in file names, such as dcgm*."
+        default=None, min_length=1, description="Name of its processes, with * and ? as in file names, such as dcgm*."
     )
-    container: str | None = Field(None, min_length=1, description="Its container's id, or the beginning of it.")
-    pod_uid: str | None = Field(None, min_length=1, description="Its Kubernetes pod's uid.")
+    container: str | None = Field(default=None, min_length=1, description="Its container's id, or the beginning of it.")
+    pod_uid: str | None = Field(default=None, min_length=1, description="Its Kubernetes pod's uid.")
 
     @classmethod
     def contradictions(cls, data: Mapping[str, Any]) -> Iterator[Contradiction]:
@@ -287,16 +299,16 @@ class ExpositionConfig(Section):
     """What /metrics shows."""
 
     process_series_per_gpu: int = Field(
-        32,
+        default=32,
         ge=0,
         le=1024,
         description="The largest processes of each GPU that get their own series; 0 switches these off.",
     )
     stale_after_intervals: int = Field(
-        3, ge=1, le=100, description="A source silent for this many of its intervals shows no values any more."
+        default=3, ge=1, le=100, description="A source silent for this many of its intervals shows no values any more."
     )
     forget_after: Duration = Field(
-        86400.0,
+        default=86400.0,
         ge=60,
         le=30 * 86400,
         description="Engines found by themselves and devices that are gone leave every list after this.",
@@ -307,10 +319,10 @@ class LogConfig(Section):
     """The daemon's own log, on standard error."""
 
     level: Annotated[Literal["debug", "info", "warn", "error"], BeforeValidator(_lower)] = Field(
-        "info", description="The least severe messages that are written."
+        default="info", description="The least severe messages that are written."
     )
     format: Annotated[Literal["console", "json"], BeforeValidator(_lower)] = Field(
-        "console", description="For people, or one JSON object a line."
+        default="console", description="For people, or one JSON object a line."
     )
 
 
@@ -318,26 +330,31 @@ class WebConfig(Section):
     """The daemon's own HTTP server."""
 
     listen_address: Addresses = Field(
-        (f":{DEFAULT_PORT}",), description="Where to listen; without a host, on every interface."
+        default=(f":{DEFAULT_PORT}",), description="Where to listen; without a host, on every interface."
     )
     config_file: File | None = Field(
-        None, description="Web configuration with TLS and basic authentication, in the form of Prometheus' exporters."
+        default=None,
+        description="Web configuration with TLS and basic authentication, in the form of Prometheus' exporters.",
     )
-    enable_lifecycle: bool = Field(False, description="Whether POST /-/reload and /-/release are served.")
-    max_requests: int = Field(40, ge=1, le=1000, description="Requests served at the same time; more wait.")
+    enable_lifecycle: bool = Field(default=False, description="Whether POST /-/reload and /-/release are served.")
+    max_requests: int = Field(default=40, ge=1, le=1000, description="Requests served at the same time; more wait.")
 
 
 class Config(Section):
     """Everything that can be set."""
 
-    engines: tuple[EngineConfig, ...] = Field((), description="vLLM servers to scrape, beside those that are found.")
-    discovery: DiscoveryConfig = Field(DiscoveryConfig())
-    intervals: IntervalsConfig = Field(IntervalsConfig())
-    nvml: NvmlConfig = Field(NvmlConfig())
-    neighbours: tuple[NeighbourConfig, ...] = Field((), description="Known users of GPU memory that are no engines.")
-    exposition: ExpositionConfig = Field(ExpositionConfig())
-    log: LogConfig = Field(LogConfig())
-    web: WebConfig = Field(WebConfig())
+    engines: tuple[EngineConfig, ...] = Field(
+        default=(), description="vLLM servers to scrape, beside those that are found."
+    )
+    discovery: DiscoveryConfig = Field(default=DiscoveryConfig())
+    intervals: IntervalsConfig = Field(default=IntervalsConfig())
+    nvml: NvmlConfig = Field(default=NvmlConfig())
+    neighbours: tuple[NeighbourConfig, ...] = Field(
+        default=(), description="Known users of GPU memory that are no engines."
+    )
+    exposition: ExpositionConfig = Field(default=ExpositionConfig())
+    log: LogConfig = Field(default=LogConfig())
+    web: WebConfig = Field(default=WebConfig())
 
     @classmethod
     def contradictions(cls, data: Mapping[str, Any]) -> Iterator[Contradiction]:

@@ -603,9 +603,9 @@ def _problem(section: type[Section], layer: Layer, line: Any, otherwise: Origin)
 def _written(data: Any, path: KeyPath, otherwise: object) -> object:
     """The value at a path as it was written, before it was understood as seconds or bytes."""
     for part in path:
-        if isinstance(data, Mapping) and part in data:
-            data = data[part]
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+        if (isinstance(data, Mapping) and part in data) or (
+            isinstance(data, list) and isinstance(part, int) and part < len(data)
+        ):
             data = data[part]
         else:
             return otherwise
