@@ -1,34 +1,55 @@
-"""What every test may use."""
+"""Fixtures that every test may use: the simulated driver library and its state."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import pytest
 
-CheckGolden = Callable[[Path, str], None]
+from tests.nvml_sim import Gpu, Option, Sim, build, compiler
+
+MakeSim = Callable[..., Sim]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--update-golden", action="store_true", help="write the expected outputs anew instead of comparing with them"
-    )
+def _missing(what: str) -> None:
+    """Skip, or fail where the run promises to have everything (OOMWATCH_TESTS_REQUIRE=all)."""
+    if os.environ.get("OOMWATCH_TESTS_REQUIRE") == "all":
+        pytest.fail(f"OOMWATCH_TESTS_REQUIRE=all, and {what}")
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="session")
+def nvml_variant(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Builds the simulated driver library as a driver of the given age; each variant is compiled once."""
+    if compiler() is None:
+        _missing("gcc is not installed, and the simulated driver library is compiled with it")
+    directory = tmp_path_factory.mktemp("nvml")
+    return lambda variant: build(directory, variant)
+
+
+@pytest.fixture(scope="session")
+def nvml_library(nvml_variant: Callable[[str], Path]) -> Path:
+    """The simulated libnvidia-ml.so.1 of a current driver."""
+    return nvml_variant("default")
 
 
 @pytest.fixture
-def check_golden(request: pytest.FixtureRequest) -> CheckGolden:
-    """A function that compares a text with the file of the expected one, or writes it under --update-golden."""
-    update = bool(request.config.getoption("--update-golden"))
+def make_sim(tmp_path: Path) -> Generator[MakeSim]:
+    """Makes a simulated driver with the given GPUs (a number or a list); hung calls are let go after the test."""
+    made: list[Sim] = []
 
-    def check(path: Path, text: str) -> None:
-        if update:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text.encode())
-            return
-        assert path.is_file(), f"{path} is missing: make golden writes it"
-        assert text == path.read_bytes().decode(), (
-            f"differs from {path}: if it should, run make golden and review the diff"
-        )
+    def make(
+        gpus: int | Sequence[Gpu] = 2, *, driver_version: str = "550.163.01", options: Option = Option.NONE
+    ) -> Sim:
+        made.append(Sim(tmp_path / f"nvml-state-{len(made)}", gpus, driver_version=driver_version, options=options))
+        return made[-1]
 
-    return check
+    yield make
+    for sim in made:
+        sim.close()
+
+
+@pytest.fixture
+def sim(make_sim: MakeSim) -> Sim:
+    """A simulated driver with two idle GPUs of 80 GiB."""
+    return make_sim()
