@@ -208,7 +208,8 @@ class EngineUpdate:
     gone: bool = False
 
 
-Histogram: TypeAlias = tuple[tuple[float, float], ...]  # (upper bound, cumulative count), ascending, the last bound is inf
+# (upper bound, cumulative count), ascending; the last bound is infinite
+Histogram: TypeAlias = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,7 @@ SCRAPE_STATES = (
     "unauthorized",
     "too_large",
     "not_metrics",  # not text, or not a Prometheus exposition
+    "not_vllm",  # a page of metrics, but of something else than vLLM
     "truncated",
     "duplicate_series",
     "tls_error",
