@@ -1,0 +1,230 @@
+"""The host source: processes that engines own or GPUs list, and the host's memory, from /proc."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from oomwatch.observations import Absent, HostMemory, HostProcess, Maybe, Observation, ProcessGone, SourceRun
+from oomwatch.sources.cgroups import CGROUP_ROOT, Membership, membership, memory_limit
+from oomwatch.sources.proc import (
+    PROC,
+    ProcessTable,
+    descendants,
+    read_arguments,
+    read_bytes,
+    read_stat,
+    sees_host_pids,
+    shown_title,
+)
+from oomwatch.sources.vllm_command import is_server
+
+_LINGER_SECONDS = 300.0
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+_ROLES = {"APIServer": "api_server", "EngineCore": "engine_core", "Worker": "worker"}
+# VLLM_PROCESS_NAME_PREFIX replaces the first part; the second has DP, PP, PCP, TP, DCP and EP ranks behind it.
+_VLLM_TITLE = re.compile(r"[\w.-]+::(APIServer|EngineCore|Worker)(?:_([A-Z]+\d+(?:_[A-Z]+\d+)*))?(?:_\d+)?$")
+_RAY_WORKER = "ray::RayWorker"
+
+
+def role_of(title: str) -> tuple[str, str | None]:
+    """Role and rank by a process's title: ``VLLM::Worker_DP0_TP1`` is ("worker", "DP0_TP1")."""
+    if title.startswith(_RAY_WORKER):
+        return "worker", None
+    match = _VLLM_TITLE.match(title)
+    return (_ROLES[match.group(1)], match.group(2)) if match else ("other", None)
+
+
+@dataclass
+class _Followed:
+    start_ticks: int
+    start: float
+    wanted_at: float
+
+
+@dataclass(frozen=True)
+class _Memory:
+    rss: int
+    anon: Maybe[int]
+
+
+class HostSource:
+    """Publishes one :class:`HostProcess` per process and pass, and :class:`ProcessGone` once for each that ended.
+
+    A process that neither an engine owns nor a GPU lists any more is followed for five minutes, because lists of GPUs
+    can fail for a while; then it counts as gone. Not for use by several threads at once.
+    """
+
+    def __init__(
+        self,
+        publish: Callable[[Observation], None],
+        *,
+        clock: Callable[[], float] = time.time,
+        proc: Path = PROC,
+        cgroup_root: Path = CGROUP_ROOT,
+        table: ProcessTable | None = None,
+    ) -> None:
+        self._publish = publish
+        self._clock = clock
+        self._proc = proc
+        self._cgroup_root = cgroup_root
+        self._table = table or ProcessTable(proc)
+        self._followed: dict[int, _Followed] = {}
+        self.unresolved: frozenset[int] = frozenset()  # pids of the last pass that GPUs list and /proc cannot explain
+
+    def read(self, engines: Mapping[str, Collection[int]], gpu_pids: Collection[int]) -> None:
+        """One pass. ``engines`` has the known pids of each engine; their descendants are found here."""
+        t = self._clock()
+        started = time.perf_counter()
+        error = ""
+        try:
+            self._read_processes(t, engines, gpu_pids)
+            self._publish(self._host_memory(t))
+        except (OSError, ValueError) as problem:
+            error = f"cannot read {self._proc}: {problem}. Run oomwatch with /proc mounted and readable"
+        self._publish(SourceRun(t, "host", "", not error, time.perf_counter() - started, error))
+
+    def _read_processes(self, t: float, engines: Mapping[str, Collection[int]], gpu_pids: Collection[int]) -> None:
+        entries = self._table.refresh()
+        owner: dict[int, str] = {}
+        for engine, roots in engines.items():
+            for pid in descendants(entries, roots):
+                owner.setdefault(pid, engine)
+        # Elsewhere than in the host's pid namespace a GPU's pid would name some other process of the container.
+        listed = set(gpu_pids) if sees_host_pids(self._proc) else set()
+        for pid in [*owner, *sorted(listed - owner.keys())]:
+            self._follow(pid, t)
+        self.unresolved = frozenset(gpu_pids) - self._followed.keys() if listed else frozenset(gpu_pids)
+        self._end_unwanted(t)
+        own = membership(self._text("self/cgroup"))
+        limits: dict[str | None, int | None] = {}
+        processes = [
+            process for pid in sorted(self._followed) if (process := self._process(t, pid, owner.get(pid), own, limits))
+        ]
+        for process in _roles_of_launchers(processes):
+            self._publish(process)
+
+    def _follow(self, pid: int, t: float) -> None:
+        stat = read_stat(self._proc, pid)
+        if stat is None:
+            return
+        followed = self._followed.get(pid)
+        if followed is not None and followed.start_ticks != stat.start_ticks:
+            self._end(pid, t)
+            followed = None
+        if followed is None:
+            start = self._boot_time() + stat.start_ticks / _TICKS_PER_SECOND
+            self._followed[pid] = _Followed(stat.start_ticks, start, t)
+        else:
+            followed.wanted_at = t
+
+    def _end_unwanted(self, t: float) -> None:
+        for pid, followed in sorted(self._followed.items()):
+            stat = read_stat(self._proc, pid) if followed.wanted_at < t else None
+            alive = followed.wanted_at >= t or (stat is not None and stat.start_ticks == followed.start_ticks)
+            if not alive or t - followed.wanted_at > _LINGER_SECONDS:
+                self._end(pid, t)
+
+    def _end(self, pid: int, t: float) -> None:
+        del self._followed[pid]
+        self._publish(ProcessGone(t, pid))
+
+    def _process(
+        self, t: float, pid: int, engine: str | None, own: Membership, limits: dict[str | None, int | None]
+    ) -> HostProcess | None:
+        stat = read_stat(self._proc, pid)
+        memory = self._memory(pid, zombie=stat is not None and stat.state == "Z")
+        followed = self._followed[pid]
+        if stat is None or memory is None or stat.start_ticks != followed.start_ticks:
+            self._end(pid, t)
+            return None
+        arguments = read_arguments(self._proc, pid)
+        title = shown_title(self._proc, pid, stat.comm, arguments)
+        role, rank = role_of(title)
+        if role == "other" and engine is not None and is_server(arguments):
+            role = "api_server"
+        member = membership(self._text(f"{pid}/cgroup"))
+        if member.path not in limits:
+            limits[member.path] = memory_limit(member, own, self._cgroup_root)
+        return HostProcess(
+            t=t,
+            pid=pid,
+            start=followed.start,
+            rss=memory.rss,
+            anon=memory.anon,
+            name=title,
+            ppid=stat.ppid,
+            container=member.container,
+            pod_uid=member.pod_uid,
+            memory_limit=limits[member.path],
+            engine=engine,
+            role=role,
+            rank=rank,
+        )
+
+    def _memory(self, pid: int, *, zombie: bool) -> _Memory | None:
+        """Resident and anonymous bytes from /proc/PID/status (RssAnon: Linux 4.5), else from statm.
+
+        smaps_rollup would be exact, but walks the page tables of a process of many gigabytes under its lock.
+        """
+        if zombie:
+            return _Memory(0, 0)
+        try:
+            fields = _kilobytes(read_bytes(f"{self._proc}/{pid}/status"))
+            if b"VmRSS" in fields and b"RssAnon" in fields:
+                return _Memory(fields[b"VmRSS"], fields[b"RssAnon"])
+            pages = read_bytes(f"{self._proc}/{pid}/statm").split()
+            rss, shared = int(pages[1]) * _PAGE_BYTES, int(pages[2]) * _PAGE_BYTES
+            return _Memory(rss, rss - shared if 0 < shared <= rss else Absent("NOT_SUPPORTED"))
+        except (OSError, IndexError):
+            return None
+
+    def _host_memory(self, t: float) -> HostMemory:
+        fields = _kilobytes(read_bytes(f"{self._proc}/meminfo"))
+        try:
+            return HostMemory(t, fields[b"MemTotal"], fields[b"MemAvailable"])
+        except KeyError as missing:
+            raise ValueError(f"meminfo has no {missing}") from None
+
+    def _boot_time(self) -> float:
+        for line in read_bytes(f"{self._proc}/stat", 16 * 1024 * 1024).splitlines():
+            if line.startswith(b"btime "):
+                return float(line.split()[1])
+        raise ValueError("stat has no btime")
+
+    def _text(self, path: str) -> str:
+        try:
+            return read_bytes(f"{self._proc}/{path}").decode(errors="replace")
+        except OSError:
+            return ""
+
+
+def _kilobytes(raw: bytes) -> dict[bytes, int]:
+    """Lines such as ``VmRSS:     1234 kB``, in bytes."""
+    fields: dict[bytes, int] = {}
+    for line in raw.splitlines():
+        name, _, value = line.partition(b":")
+        if value.endswith(b" kB"):
+            fields[name] = int(value[:-3]) * 1024
+    return fields
+
+
+def _roles_of_launchers(processes: Collection[HostProcess]) -> list[HostProcess]:
+    """With several API servers, which carry titles, the first process only launches them."""
+    titled = {p.engine for p in processes if p.role == "api_server" and role_of(p.name)[0] == "api_server"}
+    return [
+        _with_role(p, "other")
+        if p.role == "api_server" and p.engine in titled and role_of(p.name)[0] != "api_server"
+        else p
+        for p in processes
+    ]
+
+
+def _with_role(process: HostProcess, role: str) -> HostProcess:
+    return HostProcess(**{**process.__dict__, "role": role})
