@@ -1,0 +1,407 @@
+"""/metrics: a snapshot rendered as metric families. No I/O, no driver call, no network: memory in, text out."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeVar
+
+from prometheus_client import CollectorRegistry, Metric, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder, generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from oomwatch import __version__
+from oomwatch.families import BASE_UNITS, FAMILIES
+from oomwatch.observations import (
+    DRIVER_STATES,
+    NOT_READ,
+    Absent,
+    GpuPoll,
+    HostProcess,
+    Maybe,
+    RankReading,
+    known,
+)
+from oomwatch.snapshot import ENGINE_STATES, EngineView, GpuView, HeldProcess, MigView, Snapshot, SourceView
+
+if TYPE_CHECKING:
+    from oomwatch.sources.nvml.calls import CallStats
+
+T = TypeVar("T")
+
+SLEEP_LEVELS = ("awake", "weights_offloaded", "discard_all")
+
+# NVML field 230. What a newer driver may add is "other", so that a need is never hidden.
+RECOVERY_ACTIONS = {1: "gpu_reset", 2: "node_reboot", 3: "drain_p2p", 4: "drain_and_reset"}
+
+# Exposed from 0, so that increase() sees the first event of each: memory (31, 48, 63, 64, 94, 95), engines and
+# applications (13, 43, 45), the board and its firmware (62, 74, 79, 119, 120).
+WATCHED_XIDS = (13, 31, 43, 45, 48, 62, 63, 64, 74, 79, 94, 95, 119, 120)
+
+
+@dataclass(frozen=True)
+class ConfigStatus:
+    """``successful`` tells of the last attempt to load; ``loaded_at`` (unix time) and ``sha256`` of what is in use."""
+
+    successful: bool
+    loaded_at: float
+    sha256: str
+
+
+class SnapshotCollector(Collector):
+    """Builds every family anew at each scrape, from one snapshot, so that what is gone is gone and nothing is torn.
+
+    The callables are asked once a scrape; they must answer at once, from memory.
+    """
+
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        *,
+        process_series_per_gpu: Callable[[], int],
+        config: Callable[[], ConfigStatus],
+        nvml_calls: Callable[[], CallStats] = dict,
+    ) -> None:
+        self._snapshot = snapshot
+        self._process_series_per_gpu = process_series_per_gpu
+        self._config = config
+        self._nvml_calls = nvml_calls
+
+    def describe(self) -> Iterator[Metric]:
+        return _Page().families()
+
+    def collect(self) -> Iterator[Metric]:
+        page = _Page()
+        snapshot = self._snapshot()
+        _put_daemon(page, snapshot, self._config())
+        for source in snapshot.sources:
+            _put_source(page, source)
+        _put_driver(page, snapshot)
+        _put_calls(page, self._nvml_calls())
+        most = self._process_series_per_gpu()
+        overheads = {engine.name: known(engine.overhead) or {} for engine in snapshot.engines}
+        for gpu in snapshot.gpus:
+            _put_gpu(page, gpu, most, overheads)
+        parents = {mig.uuid: gpu.uuid for gpu in snapshot.gpus for mig in gpu.mig}
+        for engine in snapshot.engines:
+            _put_engine(page, engine, parents)
+        return (metric for metric in page.families() if metric.samples)
+
+
+def registry(collector: SnapshotCollector) -> CollectorRegistry:
+    """What /metrics serves: the snapshot, and the client library's own process_* and python_info."""
+    everything = CollectorRegistry()
+    everything.register(collector)
+    ProcessCollector(registry=everything)
+    PlatformCollector(registry=everything)
+    return everything
+
+
+def render(source: CollectorRegistry, accept_header: str) -> tuple[bytes, str]:
+    """A page in the best format that the client accepts, and its content type: OpenMetrics, text 1.0.0 or 0.0.4."""
+    try:
+        encoder, content_type = choose_encoder(accept_header)
+    except TypeError:  # a version that is no number, such as version=x
+        encoder, content_type = generate_latest, CONTENT_TYPE_PLAIN_0_0_4
+    return encoder(source), content_type
+
+
+# --- a page in the making --------------------------------------------------------------------------------------
+
+_BY_NAME = {family.name: family for family in FAMILIES}
+
+
+class _Page:
+    """The samples of one scrape, by family and label values: no series can be there twice."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in _BY_NAME}
+
+    def put(self, name: str, value: Maybe[float] | None, *labels: str) -> None:
+        """Add a sample; what is absent, not a number, or a ratio outside 0-1 is left out."""
+        if value is None or isinstance(value, Absent) or not math.isfinite(value):
+            return
+        if _BY_NAME[name].unit == "ratio" and not 0 <= value <= 1:
+            return
+        self._samples[name][labels] = float(value)
+
+    def put_state(self, name: str, states: Iterable[str], present: str, *labels: str) -> None:
+        """One sample for each state, 1 for the present one."""
+        for state in states:
+            self.put(name, state == present, *labels, state)
+
+    def families(self) -> Iterator[Metric]:
+        for name, samples in self._samples.items():
+            family = _BY_NAME[name]
+            metric = Metric(
+                family.base_name, family.help, family.kind, family.unit if family.unit in BASE_UNITS else ""
+            )
+            metric.samples = [
+                Sample(name, dict(zip(family.labels, map(_utf8, labels), strict=True)), value)
+                for labels, value in samples.items()
+            ]
+            yield metric
+
+
+def _utf8(text: str) -> str:
+    """A label's value; bytes of a process's name that are no UTF-8 would otherwise cost the whole page."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+# --- daemon, sources, driver -----------------------------------------------------------------------------------
+
+
+def _put_daemon(page: _Page, snapshot: Snapshot, config: ConfigStatus) -> None:
+    page.put("oomwatch_build_info", 1, __version__, platform.python_version())
+    page.put("oomwatch_config_info", 1, config.sha256)
+    page.put("oomwatch_config_last_reload_successful", config.successful)
+    page.put("oomwatch_config_last_reload_success_timestamp_seconds", config.loaded_at)
+    page.put("oomwatch_snapshot_timestamp_seconds", snapshot.t or None)
+
+
+def _put_source(page: _Page, source: SourceView) -> None:
+    labels = (source.source, source.target)
+    silent = source.up is None and source.last_run is not None
+    page.put("oomwatch_source_up", False if silent else source.up, *labels)
+    page.put("oomwatch_source_last_run_timestamp_seconds", source.last_run, *labels)
+    page.put("oomwatch_source_last_success_timestamp_seconds", source.last_success, *labels)
+    page.put("oomwatch_source_duration_seconds", None if silent else source.seconds, *labels)
+    page.put("oomwatch_source_failures_total", source.failures, *labels)
+
+
+def _put_driver(page: _Page, snapshot: Snapshot) -> None:
+    page.put("oomwatch_nvml_unresolved_pids", snapshot.unresolved_gpu_pids)
+    driver = snapshot.driver
+    if driver is None:
+        return
+    page.put_state("oomwatch_nvml_state", DRIVER_STATES, driver.state)
+    versions = [known(version) or "" for version in (driver.driver_version, driver.nvml_version, driver.cuda_version)]
+    if any(versions):
+        page.put("oomwatch_nvml_info", 1, *versions)
+    page.put("oomwatch_nvml_devices", driver.device_count)
+
+
+def _put_calls(page: _Page, stats: CallStats) -> None:
+    for function, counts in stats.items():
+        page.put("oomwatch_nvml_calls_total", counts.calls, function)
+        page.put("oomwatch_nvml_seconds_total", counts.seconds, function)
+        for error, count in counts.errors.items():
+            page.put("oomwatch_nvml_errors_total", count, function, error)
+
+
+# --- GPUs and slices -------------------------------------------------------------------------------------------
+
+
+def _put_gpu(page: _Page, gpu: GpuView, most: int, overheads: Mapping[str, Mapping[str, int]]) -> None:
+    uuid, poll = gpu.uuid, gpu.poll
+    if gpu.index >= 0:
+        bus = known(poll.pci_bus_id) if poll else None
+        page.put("oomwatch_gpu_info", 1, uuid, str(gpu.index), gpu.name, bus or "")
+    page.put("oomwatch_gpu_last_seen_timestamp_seconds", gpu.last_seen, uuid)
+    _put_memory(page, "oomwatch_gpu", gpu, (uuid,))
+    _put_processes(page, "oomwatch_gpu", gpu.processes, most, (uuid,))
+    page.put("oomwatch_gpu_memory_overhead_bytes", _overhead_of_engines(gpu, overheads), uuid)
+    if poll:
+        _put_poll(page, poll)
+    failed = (poll.errors() if poll else {}) | _reasons(gpu)
+    for reading, reason in failed.items():
+        page.put("oomwatch_gpu_reading_absent", 1, uuid, reading, reason)
+    counts = dict.fromkeys(WATCHED_XIDS, 0) | {xid.code: xid.count for xid in gpu.xids}
+    for code, count in sorted(counts.items()):
+        page.put("oomwatch_gpu_xid_errors_total", count, uuid, str(code))
+    for xid in gpu.xids:
+        page.put("oomwatch_gpu_xid_last_timestamp_seconds", xid.last_t, uuid, str(xid.code))
+    for mig in gpu.mig:
+        _put_mig(page, uuid, mig, most)
+
+
+def _put_poll(page: _Page, poll: GpuPoll) -> None:
+    uuid = poll.uuid
+    page.put("oomwatch_gpu_memory_unified", poll.unified, uuid)
+    page.put("oomwatch_gpu_utilization_ratio", poll.utilization, uuid)
+    page.put("oomwatch_gpu_temperature_celsius", poll.temperature, uuid)
+    page.put("oomwatch_gpu_power_watts", poll.power, uuid)
+    page.put("oomwatch_gpu_ecc_corrected_errors_total", poll.ecc_corrected, uuid)
+    page.put("oomwatch_gpu_ecc_uncorrected_errors_total", poll.ecc_uncorrected, uuid)
+    rows = known(poll.remapped_rows)
+    if rows:
+        page.put("oomwatch_gpu_remapped_rows", rows.correctable, uuid, "correctable")
+        page.put("oomwatch_gpu_remapped_rows", rows.uncorrectable, uuid, "uncorrectable")
+        page.put("oomwatch_gpu_row_remap_pending", rows.pending, uuid)
+        page.put("oomwatch_gpu_row_remap_failed", rows.failed, uuid)
+    action = known(poll.recovery_action)
+    if action is not None:
+        needed = RECOVERY_ACTIONS.get(action, "other" if action else "none")
+        page.put_state("oomwatch_gpu_recovery_needed", (*RECOVERY_ACTIONS.values(), "other"), needed, uuid)
+
+
+def _put_mig(page: _Page, gpu: str, mig: MigView, most: int) -> None:
+    labels = (gpu, mig.uuid)
+    page.put("oomwatch_mig_info", 1, *labels, str(mig.gi), str(mig.ci))
+    _put_memory(page, "oomwatch_mig", mig, labels)
+    _put_processes(page, "oomwatch_mig", mig.processes, most, labels)
+    for reading, reason in _reasons(mig).items():
+        page.put("oomwatch_mig_reading_absent", 1, *labels, reading, reason)
+
+
+def _reasons(view: GpuView | MigView) -> dict[str, str]:
+    """Why memory and process list are absent, where that was not on purpose."""
+    readings: dict[str, Maybe[object]] = {"memory": view.memory, "processes": view.processes}
+    return {name: value.reason for name, value in readings.items() if isinstance(value, Absent) and value != NOT_READ}
+
+
+def _put_memory(page: _Page, prefix: str, view: GpuView | MigView, labels: tuple[str, ...]) -> None:
+    memory = known(view.memory)
+    if memory:
+        unified = isinstance(view, GpuView) and view.poll is not None and view.poll.unified
+        page.put(f"{prefix}_memory_total_bytes", memory.total, *labels)
+        page.put(f"{prefix}_memory_reserved_bytes", memory.reserved, *labels)
+        page.put(f"{prefix}_memory_used_bytes", memory.used, *labels)
+        page.put(f"{prefix}_memory_free_bytes", memory.free, *labels)
+        page.put(f"{prefix}_memory_used_includes_reserved", memory.used_includes_reserved and not unified, *labels)
+    for held in known(view.held) or ():
+        page.put(f"{prefix}_memory_held_bytes", held.used, *labels, held.holder.kind, held.holder.name)
+    page.put(f"{prefix}_memory_unowned_bytes", view.unowned, *labels)
+
+
+def _put_processes(
+    page: _Page, prefix: str, listed: Maybe[tuple[HeldProcess, ...]], most: int, labels: tuple[str, ...]
+) -> None:
+    if isinstance(listed, Absent):
+        return
+    by_pid = _once_each(listed)
+    page.put(f"{prefix}_processes", len(by_pid), *labels)
+    page.put(f"{prefix}_omitted_processes", max(0, len(by_pid) - most), *labels)
+    first = sorted(by_pid, key=lambda process: (process.holder.kind != "engine", -(process.used or 0), process.pid))
+    for process in first[:most]:
+        pid, holder = str(process.pid), process.holder
+        page.put(f"{prefix}_process_memory_bytes", process.used, *labels, pid)
+        page.put(f"{prefix}_process_info", 1, *labels, pid, process.name, holder.kind, holder.name)
+
+
+def _once_each(listed: Iterable[HeldProcess]) -> list[HeldProcess]:
+    """One entry for each pid: the driver lists a process once for each of its contexts or instances."""
+    by_pid: dict[int, HeldProcess] = {}
+    for process in listed:
+        before = by_pid.get(process.pid)
+        if before:
+            both = None if before.used is None or process.used is None else before.used + process.used
+            process = replace(before, used=both)  # noqa: PLW2901 the merged entry takes the place of the listed one
+        by_pid[process.pid] = process
+    return list(by_pid.values())
+
+
+def _overhead_of_engines(gpu: GpuView, overheads: Mapping[str, Mapping[str, int]]) -> int | None:
+    """The sum over the engines on a device; None when one is not known, as a part would pass for the whole."""
+    engines = [held.holder.name for held in known(gpu.held) or () if held.holder.kind == "engine"]
+    parts = [overheads.get(name, {}).get(gpu.uuid) for name in engines]
+    counted = [part for part in parts if part is not None]
+    return sum(counted) if counted and len(counted) == len(parts) else None
+
+
+# --- engines ---------------------------------------------------------------------------------------------------
+
+_RANK_GAUGES_AND_COUNTERS = {
+    name: attrgetter(path)
+    for name, path in (
+        ("oomwatch_engine_kv_cache_usage_ratio", "usage"),
+        ("oomwatch_engine_kv_cache_capacity_blocks", "pool.blocks"),
+        ("oomwatch_engine_kv_cache_used_blocks", "pool.used"),
+        ("oomwatch_engine_kv_cache_capacity_tokens", "pool.tokens"),
+        ("oomwatch_engine_kv_cache_block_size_tokens", "pool.block_size"),
+        ("oomwatch_engine_kv_cache_max_concurrency_requests", "pool.max_concurrency"),
+        ("oomwatch_engine_kv_cache_configured_bytes", "pool.configured_bytes"),
+        ("oomwatch_engine_running_requests", "running"),
+        ("oomwatch_engine_waiting_requests", "waiting"),
+        ("oomwatch_engine_waiting_for_capacity_requests", "waiting_capacity"),
+        ("oomwatch_engine_waiting_deferred_requests", "waiting_deferred"),
+        ("oomwatch_engine_swapped_requests", "swapped"),
+        ("oomwatch_engine_preemptions_total", "preemptions"),
+        ("oomwatch_engine_prompt_tokens_total", "prompt_tokens"),
+        ("oomwatch_engine_generation_tokens_total", "generation_tokens"),
+        ("oomwatch_engine_steps_total", "steps"),
+        ("oomwatch_engine_prefix_cache_queries_total", "prefix_queries"),
+        ("oomwatch_engine_prefix_cache_hits_total", "prefix_hits"),
+        ("oomwatch_engine_kv_expired_requests_total", "kv_expired"),
+    )
+}
+
+
+def _put_engine(page: _Page, engine: EngineView, parents: Mapping[str, str]) -> None:
+    name, facts, scrape = engine.name, engine.facts, engine.scrape
+    model = known(engine.last_answer.model_name) if engine.last_answer else None
+    page.put("oomwatch_engine_info", 1, name, model or "", facts.vllm_version or "", facts.origin)
+    page.put("oomwatch_engine_up", None if engine.state == "unknown" else scrape is not None, name)
+    page.put_state("oomwatch_engine_state", ENGINE_STATES, engine.state, name)
+    page.put("oomwatch_engine_last_seen_timestamp_seconds", engine.last_seen, name)
+    page.put("oomwatch_engine_last_progress_timestamp_seconds", engine.last_progress, name)
+    page.put("oomwatch_engine_restarts_total", engine.restarts, name)
+    if engine.state != "gone":
+        _put_settings(page, engine)
+    for rank in scrape.ranks if scrape else ():
+        _put_rank(page, name, rank)
+    for family, by_device in (
+        ("oomwatch_engine_gpu_memory_bytes", engine.gpu_memory),
+        ("oomwatch_engine_gpu_memory_overhead_bytes", engine.overhead),
+    ):
+        for device, value in (known(by_device) or {}).items():
+            gpu, mig = (parents[device], device) if device in parents else (device, "")
+            page.put(family, value, name, gpu, mig)
+    _put_host_processes(page, name, engine.processes)
+
+
+def _put_settings(page: _Page, engine: EngineView) -> None:
+    """What the engine was told: by its page where that answers, else as configuration or discovery know it."""
+    name, facts, scrape = engine.name, engine.facts, engine.scrape
+    ranks = scrape.ranks if scrape else ()
+    utilization = _first(rank.gpu_memory_utilization for rank in ranks)
+    page.put(
+        "oomwatch_engine_gpu_memory_utilization_ratio",
+        facts.gpu_memory_utilization if utilization is None else utilization,
+        name,
+    )
+    page.put("oomwatch_engine_max_model_length_tokens", facts.max_model_len, name)
+    page.put("oomwatch_engine_prefix_caching_enabled", _first(rank.prefix_caching for rank in ranks), name)
+    connector = known(scrape.kv_connector) if scrape else None
+    page.put("oomwatch_engine_kv_connector_enabled", facts.kv_connector if connector is None else connector, name)
+
+
+def _put_rank(page: _Page, engine: str, rank: RankReading) -> None:
+    labels = (engine, rank.rank)
+    for name, read in _RANK_GAUGES_AND_COUNTERS.items():
+        page.put(name, read(rank), *labels)
+    for reason, count in (known(rank.finished) or {}).items():
+        page.put("oomwatch_engine_finished_requests_total", count, *labels, reason)
+    level = known(rank.sleep_level)
+    if level is not None:
+        page.put_state("oomwatch_engine_sleep_state", SLEEP_LEVELS, level, *labels)
+
+
+def _put_host_processes(page: _Page, engine: str, processes: Iterable[HostProcess]) -> None:
+    groups: dict[tuple[str, str], list[HostProcess]] = {}
+    for process in processes:
+        groups.setdefault((process.role, process.rank or ""), []).append(process)
+    for labels, group in groups.items():
+        anonymous = [known(process.anon) for process in group]
+        counted = [size for size in anonymous if size is not None]
+        page.put("oomwatch_engine_processes", len(group), engine, *labels)
+        page.put("oomwatch_engine_process_resident_bytes", sum(process.rss for process in group), engine, *labels)
+        if len(counted) == len(group):
+            page.put("oomwatch_engine_process_anonymous_bytes", sum(counted), engine, *labels)
+        start = min(process.start for process in group)
+        page.put("oomwatch_engine_process_start_timestamp_seconds", start, engine, *labels)
+    members = [process for group in groups.values() for process in group]
+    limits = [process.memory_limit for process in members if process.memory_limit is not None]
+    page.put("oomwatch_engine_host_memory_limit_bytes", min(limits, default=None), engine)
+    for process in members:
+        if process.container or process.pod_uid:
+            page.put("oomwatch_engine_container_info", 1, engine, process.container or "", process.pod_uid or "")
+
+
+def _first(values: Iterable[Maybe[T]]) -> T | None:
+    """The first known value: ranks of one engine share their settings."""
+    return next((value for value in values if not isinstance(value, Absent)), None)
