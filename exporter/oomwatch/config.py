@@ -6,15 +6,48 @@ of this host are found by themselves.
 
 from __future__ import annotations
 
+import hashlib
 import re
+import ssl
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from oomwatch.observations import EngineFacts
-from oomwatch.settings import Contradiction, Duration, File, Kind, Section, Size, Texts, sequence
+from oomwatch.settings import (
+    ConfigError,
+    Contradiction,
+    Described,
+    Duration,
+    File,
+    KeyPath,
+    Kind,
+    Layer,
+    Origin,
+    Problem,
+    Section,
+    Size,
+    Texts,
+    as_written,
+    described,
+    did_you_mean,
+    dump_yaml,
+    key_text,
+    load_certificate,
+    named_files,
+    read_secret,
+    read_text,
+    read_yaml,
+    read_yaml_value,
+    resolve_files,
+    sequence,
+    validate,
+)
+from oomwatch.webconfig import check_web_config
 
 # Prometheus' list of exporters' ports hands out 9100 to 9999, and all of it is taken or asked for.
 DEFAULT_PORT = 18666
@@ -160,9 +193,10 @@ class EngineConfig(Section):
     )
     basic_auth: BasicAuthConfig | None = Field(default=None, description="User name and password for the server.")
     tls: TlsConfig = Field(default=TlsConfig(), description="For https:// URLs.")
-    headers: Headers = Field(default_factory=dict, description="Further headers to send. Shown masked.")
+    headers: Headers = Field(default_factory=dict, repr=False, description="Further headers to send. Shown masked.")
     proxy_url: ProxyUrl | None = Field(
         default=None,
+        repr=False,
         description="Proxy to go through. The environment's proxies are never used. Shown without credentials.",
     )
     gpu_memory_utilization: float | None = Field(
@@ -326,7 +360,7 @@ class LogConfig(Section):
     )
 
 
-class WebConfig(Section):
+class ServerConfig(Section):
     """The daemon's own HTTP server."""
 
     listen_address: Addresses = Field(
@@ -354,7 +388,7 @@ class Config(Section):
     )
     exposition: ExpositionConfig = Field(default=ExpositionConfig())
     log: LogConfig = Field(default=LogConfig())
-    web: WebConfig = Field(default=WebConfig())
+    web: ServerConfig = Field(default=ServerConfig())
 
     @classmethod
     def contradictions(cls, data: Mapping[str, Any]) -> Iterator[Contradiction]:
@@ -378,3 +412,185 @@ def _twice(data: Mapping[str, Any], key: str, field: str) -> Iterator[Contradict
         if plain in first:
             yield Contradiction((key, index, field), f"the same {field} as {key}[{first[plain]}]. Each needs its own")
         first.setdefault(plain, index)
+
+
+# --- where settings come from ----------------------------------------------------------------------------------
+
+PREFIX = "OOMWATCH_"
+
+FLAGS: Mapping[str, KeyPath] = {
+    "web.listen-address": ("web", "listen_address"),
+    "web.config.file": ("web", "config_file"),
+    "web.enable-lifecycle": ("web", "enable_lifecycle"),
+    "web.max-requests": ("web", "max_requests"),
+    "log.level": ("log", "level"),
+    "log.format": ("log", "format"),
+}
+"""Flags without their dashes, and the keys that they set."""
+
+OTHER_VARIABLES: Mapping[str, str] = {"OOMWATCH_CONFIG_FILE": "The configuration file, as --config.file names it."}
+"""Variables that begin like settings and are read elsewhere, with their meaning."""
+
+# Kubernetes adds these for every Service whose name begins with oomwatch.
+_SERVICE_LINK = re.compile(
+    r"OOMWATCH_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"
+)
+_SERVICE_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key that can be set alone, in the file or by an environment variable."""
+
+    path: tuple[str, ...]
+    field: Described
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + "__".join(self.path).upper()
+
+
+def settings(section: type[Section] | None = None, path: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """Every key outside lists of sections, in the order of the models."""
+    for name, found in described(section or Config).items():
+        if found.section:
+            yield from settings(found.section, (*path, name))
+        else:
+            yield Setting((*path, name), found)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration, and where each of its keys was written."""
+
+    config: Config
+    places: Layer
+
+
+def load(path: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> Config:
+    """The configuration from a file (None: no file), then OOMWATCH_ variables, then flags; later ones win.
+
+    ``flags`` has the names of FLAGS; None and empty tuples count as not given. Raises ConfigError with every problem.
+    """
+    return load_with_places(path, env, flags).config
+
+
+def load_with_places(path: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> Loaded:
+    """As load, with the places of keys for check_files."""
+    layer = Layer()
+    problems: list[Problem] = []
+    if path is not None:
+        try:
+            layer, problems = read_yaml(read_text(path), str(path))
+        except ConfigError as error:
+            problems.extend(error.problems)
+        resolve_files(Config, layer.data, path.parent)
+    from_env, more = _from_environment(env)
+    layer = layer.overlaid(from_env).overlaid(_from_flags(flags))
+    config, invalid = validate(Config, layer, Origin(str(path or "configuration")))
+    problems += [*more, *invalid]
+    if problems or config is None:
+        raise ConfigError(problems)
+    return Loaded(config, layer)
+
+
+def _from_environment(env: Mapping[str, str]) -> tuple[Layer, list[Problem]]:
+    known = {setting.variable: setting for setting in settings()}
+    layer = Layer()
+    problems: list[Problem] = []
+    for variable, text in env.items():
+        if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or not text.strip():
+            continue
+        if variable in known:
+            problems += _put_variable(layer, known[variable], text)
+        elif not _SERVICE_LINK.fullmatch(variable) and not _SERVICE_ADDRESS.match(text):
+            problems.append(Problem(Origin(variable), "", _unknown_variable(variable, known)))
+    return layer, problems
+
+
+def _unknown_variable(variable: str, known: Mapping[str, Setting]) -> str:
+    for name, setting in known.items():
+        if variable.startswith(f"{name}__") and setting.field.sections:
+            return f"items of a list cannot be set alone. Put the whole list into {name}, as YAML."
+    inside = [name for name in known if name.startswith(f"{variable}__")]
+    if inside:
+        return f"a section cannot be set as a whole. Its keys can: {', '.join(inside)}."
+    hint = did_you_mean(variable, [*known, *OTHER_VARIABLES])
+    return f"unknown variable.{hint or ' docs/configuration.md lists all of them.'}"
+
+
+def _put_variable(layer: Layer, setting: Setting, text: str) -> list[Problem]:
+    if setting.field.sections:
+        value, inner, problems = read_yaml_value(text, setting.variable, setting.path)
+        if not problems:
+            layer.put(setting.path, value, Origin(setting.variable))
+            layer.where.update(inner.where)
+        return problems
+    value = text.strip()
+    if setting.field.many:
+        as_yaml = read_yaml_value(value, setting.variable)[0]
+        value = as_yaml if isinstance(as_yaml, list) else [part.strip() for part in value.split(",")]
+    layer.put(setting.path, value, Origin(setting.variable))
+    return []
+
+
+def _from_flags(flags: Mapping[str, object]) -> Layer:
+    layer = Layer()
+    for name, value in flags.items():
+        if value is not None and value != ():
+            layer.put(FLAGS[name], value, Origin(f"--{name}"))
+    return layer
+
+
+# --- what a configuration says ---------------------------------------------------------------------------------
+
+
+def effective(config: Config) -> str:
+    """All settings with their defaults as YAML, secrets masked."""
+    return dump_yaml(as_written(config))
+
+
+def config_hash(config: Config) -> str:
+    """16 hexadecimal digits that are equal where all settings are; masked secrets and files' contents do not count."""
+    return hashlib.sha256(effective(config).encode()).hexdigest()[:16]
+
+
+# --- files that the configuration names ------------------------------------------------------------------------
+
+
+def check_files(config: Config, places: Layer | None = None) -> list[Problem]:
+    """What is wrong with the files that a configuration names; they are read, nothing is sent anywhere."""
+    places = places or Layer()
+    faults = {path: _file_fault(path, file) for path, file in named_files(config)}
+    tls: dict[KeyPath, TlsConfig] = {("discovery", "tls"): config.discovery.tls}
+    tls.update({("engines", index, "tls"): engine.tls for index, engine in enumerate(config.engines)})
+    for section, setting in tls.items():
+        pair = (*section, "cert_file"), (*section, "key_file")
+        if setting.cert_file and not any(faults.get(path) for path in pair):
+            faults[pair[0]] = load_certificate(ssl.create_default_context(), setting.cert_file, setting.key_file)
+    problems = [
+        Problem(places.origin(path, Origin("configuration")), key_text(path), f"{fault}.")
+        for path, fault in faults.items()
+        if fault
+    ]
+    if config.web.config_file and not faults["web", "config_file"]:
+        problems += check_web_config(config.web.config_file)
+    return problems
+
+
+def _file_fault(path: KeyPath, file: Path) -> str:
+    try:
+        if path[-1] in ("bearer_token_file", "password_file"):
+            read_secret(file)
+        elif path[-1] == "ca_file":
+            ssl.create_default_context(cafile=str(file))
+        else:
+            with file.open("rb") as readable:
+                readable.read(1)
+    except ssl.SSLError:
+        return f"{file} holds no certificate in PEM form"
+    except OSError as error:
+        return f"{file} cannot be read: {(error.strerror or str(error)).lower()}"
+    except ValueError as error:
+        return f"{file} is not usable: {error}"
+    return ""

@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import re
+import ssl
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 KeyPath = tuple[str | int, ...]
 
+MASK = "<secret>"
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 100_000  # a small file can expand to more than memory through YAML's aliases
 
@@ -153,13 +155,26 @@ def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int:
 _Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the loader would not take for text."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+class _Endless(Exception):
+    """Aliases that repeat themselves, or far more nodes than a configuration can have."""
+
+
 class _Reader:
     """Turns composed YAML into data and positions, collecting problems."""
 
-    def __init__(self, loader: _Loader, source: str) -> None:
+    def __init__(self, loader: _Loader, source: str, layer: Layer) -> None:
         self.loader = loader
         self.source = source
-        self.layer = Layer()
+        self.layer = layer
         self.problems: list[Problem] = []
         self.nodes = 0
         self.open: set[int] = set()
@@ -173,9 +188,7 @@ class _Reader:
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         self.nodes += 1
         if self.nodes > MAX_NODES or id(node) in self.open:
-            raise ConfigError(
-                [Problem(self.origin(node), key_text(path), "an alias (*name) repeats itself endlessly.")]
-            )
+            raise _Endless
         self.open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
@@ -225,57 +238,61 @@ _YAML_ADVICE = {
     "found character '\\t' that cannot start any token": "a tab. Indent with spaces",
     "expected a single document in the stream": "a second document after ---. Keep one",
 }
+_YAML_ENDS = "the text ends in the middle of a value. A bracket or a quote is left open"
 
 
 def _plain(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or "it cannot be understood"
-    text = _YAML_ADVICE.get(problem, problem)
+    ends = "<stream end>" in problem or "unexpected end of stream" in problem
+    text = _YAML_ENDS if ends else _YAML_ADVICE.get(problem, problem)
     begun = error.context_mark
     if problem not in _YAML_ADVICE and error.context and begun is not None:
         text += f" ({error.context} that starts in line {begun.line + 1})"
     return f"not valid YAML: {text}."
 
 
-def read_yaml(text: str, source: str, *, one_place: bool = False) -> Layer:
-    """The mapping in a YAML text, empty for an empty text; raises ConfigError with every problem of form.
+def read_yaml(text: str, source: str) -> tuple[Layer, list[Problem]]:
+    """The mapping in a YAML text, empty for an empty text, and everything wrong with its form.
 
-    A key without a value counts as absent. With ``one_place`` (an environment variable) positions inside the text
-    are left out. A text that is not a mapping is an error.
+    A key without a value counts as absent.
     """
-    data, layer = read_yaml_value(text, source)
-    if data is None:
-        return layer
-    if not isinstance(data, dict):
+    data, layer, problems = read_yaml_value(text, source)
+    if isinstance(data, dict):
+        layer.data = data
+    elif data is not None:
         what = "a list" if isinstance(data, list) else "a single value"
-        raise ConfigError(
-            [Problem(Origin(source, None if one_place else 1), "", f"{what}, where key: value is expected.")]
-        )
-    layer.data = data
-    return layer
+        problems.append(Problem(Origin(source, 1), "", f"{what} where keys and values are expected."))
+    return layer, problems
 
 
-def read_yaml_value(text: str, source: str) -> tuple[Any, Layer]:
-    """Any YAML value, and a layer that holds the positions of the keys inside it."""
+def read_yaml_value(text: str, source: str, at: KeyPath = ()) -> tuple[Any, Layer, list[Problem]]:
+    """Any YAML value, a layer with the places of its keys (their paths start with ``at``), and what is wrong."""
+    layer = Layer()
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
+        if node is None:
+            return None, layer, []
+        reader = _Reader(loader, source, layer)
+        data = reader.value(node, at)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = Origin(source, mark.line + 1, mark.column + 1) if mark else Origin(source)
-        raise ConfigError([Problem(place, "", _plain(error))]) from error
+        return None, layer, [Problem(place, key_text(at), _plain(error))]
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         message = f"not valid YAML: the character U+{error.character:04X} is not allowed."
-        raise ConfigError([Problem(Origin(source, line), "", message)]) from error
-    except RecursionError as error:
-        raise ConfigError([Problem(Origin(source), "", "not valid YAML: nested too deeply.")]) from error
-    if node is None:
-        return None, Layer()
-    reader = _Reader(loader, source)
-    data = reader.value(node, ())
-    if reader.problems:
-        raise ConfigError(reader.problems)
-    return data, reader.layer
+        return None, layer, [Problem(Origin(source, line), key_text(at), message)]
+    except (RecursionError, _Endless):
+        return None, layer, [Problem(Origin(source), key_text(at), "not usable: nested or repeated without end.")]
+    return data, layer, reader.problems
+
+
+def dump_yaml(data: Mapping[str, Any]) -> str:
+    """YAML that read_yaml reads back to the same data."""
+    return yaml.dump(
+        dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
+    )
 
 
 def read_text(path: Path) -> str:
@@ -294,6 +311,44 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError([Problem(Origin(str(path), line), "", "not UTF-8 text.")]) from error
+
+
+def read_secret(path: Path) -> str:
+    """The one line in a file with a token or a password, without the line end; OSError or ValueError."""
+    with path.open("rb") as file:
+        raw = file.read(MAX_FILE_BYTES + 1)
+    try:
+        text = raw.decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise ValueError("not UTF-8 text") from error
+    if not text.strip():
+        raise ValueError("empty")
+    if any(ord(character) < 32 for character in text):
+        raise ValueError("more than one line, or control characters")
+    return text
+
+
+def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | None) -> str:
+    """Loads a certificate and its key (None: in the same file); what is wrong with them, empty when nothing is."""
+    asked = False
+
+    def no_password() -> str:
+        nonlocal asked
+        asked = True
+        return ""
+
+    try:
+        # Without this function OpenSSL would ask at the terminal and wait.
+        context.load_cert_chain(certificate, key, password=no_password)
+    except ssl.SSLError as error:
+        if asked:
+            return "the key is protected by a password. Give one without"
+        if "KEY_VALUES_MISMATCH" in str(error.reason):
+            return "certificate and key do not belong together"
+        return f"{key or certificate} does not hold a certificate with its key in PEM form"
+    except OSError as error:
+        return f"certificate or key cannot be read: {(error.strerror or str(error)).lower()}"
+    return ""
 
 
 # --- units -----------------------------------------------------------------------------------------------------
@@ -389,11 +444,18 @@ DURATION = Kind("duration", "such as 15s, 1m30s, 250ms, 2h or a plain number of 
 SIZE = Kind("size", "such as 16MiB, 1GiB, 80GB or a plain number of bytes", format_size)
 FILE = Kind("file", "a path, relative to the file that names it")
 
+
+def _named_file(value: object) -> object:
+    if value == "":
+        raise _wrong("not a file's name. Leave the key out where there is none")
+    return value
+
+
 Duration = Annotated[
     float, BeforeValidator(parse_duration), PlainSerializer(format_duration, when_used="json"), DURATION
 ]
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json"), SIZE]
-File = Annotated[Path, FILE]
+File = Annotated[Path, BeforeValidator(_named_file), FILE]
 
 
 def _one_or_many(value: object) -> object:
@@ -488,6 +550,11 @@ class Described:
         return inner if isinstance(inner, type) and issubclass(inner, Section) else None
 
     @property
+    def many(self) -> bool:
+        """Whether the field is a list."""
+        return get_origin(self.type) is tuple
+
+    @property
     def type_name(self) -> str:
         if self.kind:
             return self.kind.name
@@ -496,8 +563,9 @@ class Described:
         if get_origin(self.type) is Literal:
             return "word"
         names: dict[Hashable, str] = {bool: "boolean", int: "integer", float: "number", str: "text"}
-        if get_origin(self.type) is tuple:
-            return f"list of {names[get_args(self.type)[0]]}s"
+        if self.many:
+            item = get_args(self.type)[0]
+            return f"list of {names[get_args(item)[0] if get_origin(item) is Annotated else item]}s"
         return names.get(self.type, "mapping of texts")
 
     def shown(self, value: object) -> str:
@@ -517,6 +585,12 @@ class Described:
     @property
     def allowed(self) -> str:
         """What may be written here, in words."""
+        form = self.kind.allowed if self.kind else ""
+        return ", ".join(part for part in (self.limits, form) if part)
+
+    @property
+    def limits(self) -> str:
+        """The range or the words that are allowed, empty where anything of the type is."""
         low = next((self.shown(item.ge) for item in self.metadata if isinstance(item, Ge)), "")
         above = next((self.shown(item.gt) for item in self.metadata if isinstance(item, Gt)), "")
         high = next((self.shown(item.le) for item in self.metadata if isinstance(item, Le)), "")
@@ -535,8 +609,6 @@ class Described:
             text = ", ".join(str(word) for word in get_args(self.type))
         elif self.type is bool:
             text = "true or false"
-        if self.kind and self.kind.allowed:
-            text = f"{text}, {self.kind.allowed}" if text else self.kind.allowed
         return text
 
 
@@ -580,7 +652,12 @@ def validate(section: type[S], layer: Layer, otherwise: Origin) -> tuple[S | Non
         return section.model_validate(layer.data), []
     except ValidationError as error:
         problems = [_problem(section, layer, line, otherwise) for line in error.errors(include_url=False)]
-    return None, sorted(problems, key=lambda problem: (problem.origin.source, problem.origin.line or 0))
+    return None, sorted(problems, key=_by_place)
+
+
+def _by_place(problem: Problem) -> tuple[bool, str, int, int]:
+    origin = problem.origin
+    return origin.line is None, origin.source, origin.line or 0, origin.column or 0
 
 
 def _problem(section: type[Section], layer: Layer, line: Any, otherwise: Origin) -> Problem:
@@ -602,13 +679,11 @@ def _problem(section: type[Section], layer: Layer, line: Any, otherwise: Origin)
 
 def _written(data: Any, path: KeyPath, otherwise: object) -> object:
     """The value at a path as it was written, before it was understood as seconds or bytes."""
-    for part in path:
-        if (isinstance(data, Mapping) and part in data) or (
-            isinstance(data, list) and isinstance(part, int) and part < len(data)
-        ):
+    try:
+        for part in path:
             data = data[part]
-        else:
-            return otherwise
+    except (TypeError, LookupError):
+        return otherwise
     return data
 
 
@@ -622,7 +697,7 @@ _SHAPES = {
 
 def without_credentials(text: str) -> str:
     """The text with what stands before the @ in URLs masked."""
-    return re.sub(r"//[^/\s]*@", "//<secret>@", text)
+    return re.sub(r"//[^/\s]*@", f"//{MASK}@", text)
 
 
 def _quoted(value: object) -> str:
@@ -643,6 +718,52 @@ def _sentence(kind: str, line: Any, value: object, found: Described | None) -> s
         text = said
     allowed = found.allowed if found and kind not in _SHAPES else ""
     return f"{text}. Allowed: {allowed}." if allowed else f"{text}."
+
+
+def resolve_files(section: type[Section], data: dict[str, Any], base: Path) -> None:
+    """Makes the names of files in raw data relative to a folder."""
+    for name, found in described(section).items():
+        value = data.get(name)
+        if found.section and isinstance(value, dict):
+            resolve_files(found.section, value, base)
+        elif found.sections:
+            for item in sequence(value):
+                if isinstance(item, dict):
+                    resolve_files(found.sections, item, base)
+        elif found.kind is FILE and isinstance(value, str) and value:
+            data[name] = str(base / value)
+
+
+def named_files(section: Section, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Path]]:
+    """Every file that a section names, with its key."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Path):
+            yield (*path, name), value
+        elif isinstance(value, Section):
+            yield from named_files(value, (*path, name))
+        for index, item in enumerate(sequence(value)):
+            if isinstance(item, Section):
+                yield from named_files(item, (*path, name, index))
+
+
+def as_written(section: Section) -> dict[str, Any]:
+    """A section as it would stand in a file, defaults included, secrets masked."""
+    return {name: _as_written(found, getattr(section, name)) for name, found in described(type(section)).items()}
+
+
+def _as_written(found: Described, value: Any) -> Any:
+    if isinstance(value, Section):
+        return as_written(value)
+    if isinstance(value, tuple):
+        return [as_written(item) if isinstance(item, Section) else item for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if found.kind and found.kind.secret:
+        return dict.fromkeys(value, MASK) if isinstance(value, Mapping) else without_credentials(value)
+    if found.kind and found.kind.show:
+        return found.kind.show(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def sequence(value: object) -> Sequence[Any]:

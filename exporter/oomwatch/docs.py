@@ -1,0 +1,266 @@
+"""Documents that are made from the code: ``python -m oomwatch.docs`` writes them, ``--check`` tells which are old."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import click
+
+from oomwatch.config import DEFAULT_PORT, FLAGS, OTHER_VARIABLES, PREFIX, Config
+from oomwatch.settings import DURATION, FILE, SIZE, Described, Section, described, key_text
+from oomwatch.webconfig import CIPHER_SUITES, WebConfig
+
+EXAMPLE = f"""\
+engines:
+  - name: chat
+    url: http://127.0.0.1:8000
+  - name: embeddings
+    url: https://gpu-7.example.org:8443/metrics
+    timeout: 3s
+    max_page_bytes: 32MiB
+    basic_auth:
+      username: metrics
+      password_file: secrets/embeddings-password
+    tls:
+      ca_file: tls/ca.pem
+      cert_file: tls/client.pem
+      key_file: tls/client.key
+    headers:
+      X-Scope: node
+    gpu_memory_utilization: 0.9
+    max_model_len: 8192
+    kv_connector: false
+    weights_bytes: 15.25GiB
+  - name: batch
+    url: http://127.0.0.1:8001
+    bearer_token_file: secrets/batch-token
+    proxy_url: http://proxy.example.org:3128
+    kv_pool_blocks: 27000
+    kv_pool_bytes: 48GiB
+    gpus: [GPU-5a3f0c1e-93b1-4d6e-8f0a-2b7c9d1e4f60]
+
+discovery:
+  enabled: true
+  timeout: 5s
+
+intervals:
+  gpu: 15s
+  processes: 1m
+  scrape: 15s
+  host: 30s
+  discovery: 15s
+
+nvml:
+  enabled: true
+  deadline: 5s
+
+neighbours:
+  - name: dcgm
+    process: dcgm*
+  - name: notebooks
+    container: 3f2a91c07d5e
+
+exposition:
+  process_series_per_gpu: 32
+  stale_after_intervals: 3
+  forget_after: 1d
+
+log:
+  level: info
+  format: json
+
+web:
+  listen_address: ["127.0.0.1:{DEFAULT_PORT}", "[::1]:{DEFAULT_PORT}"]
+  config_file: web.yml
+  enable_lifecycle: true
+  max_requests: 40
+"""
+
+WEB_EXAMPLE = """\
+tls_server_config:
+  cert_file: tls/server.pem
+  key_file: tls/server.key
+  client_auth_type: RequireAndVerifyClientCert
+  client_ca_file: tls/clients-ca.pem
+  client_allowed_sans: [prometheus.example.org]
+  min_version: TLS13
+
+http_server_config:
+  headers:
+    Strict-Transport-Security: max-age=31536000
+    X-Content-Type-Options: nosniff
+
+basic_auth_users:
+  # The password is "correct horse". Make your own: htpasswd -nBC 10 ""
+  prometheus: $2b$10$BLl4KBGUt0lB8MSfmh6OxeDaSpDbli.J.VIlvhwvqJuIjikXW6xim
+
+rate_limit:
+  interval: 50ms
+  burst: 20
+"""
+
+
+def configuration_markdown() -> str:
+    """docs/configuration.md."""
+    parts = [
+        _INTRODUCTION,
+        "## Example\n\nEvery section, as a file:\n",
+        f"```yaml\n{EXAMPLE}```\n",
+        _WRITING,
+        "## Keys\n",
+        *_sections(),
+        "## Flags\n",
+        _table(("Flag", "Sets"), ((f"`--{flag}`", f"`{key_text(path)}`") for flag, path in FLAGS.items())),
+        "## Other environment variables\n",
+        _table(("Variable", "Meaning"), ((f"`{name}`", text) for name, text in OTHER_VARIABLES.items())),
+        _WEB_INTRODUCTION,
+        f"```yaml\n{WEB_EXAMPLE}```\n",
+        _keys(WebConfig),
+        f"Cipher suites: {', '.join(f'`{name}`' for name in CIPHER_SUITES)}.\n",
+    ]
+    return "\n".join(parts)
+
+
+_INTRODUCTION = f"""\
+# Configuration
+
+<!-- Made from exporter/oomwatch/config.py by python -m oomwatch.docs: change the models, not this file. -->
+
+No configuration is needed: without one, GPUs are read, vLLM engines on this host are found by themselves, and the
+server listens on port {DEFAULT_PORT}.
+
+Settings come from three places. A later one wins over an earlier one:
+
+1. the YAML file that `--config.file` names;
+2. environment variables: `{PREFIX}`, then the key in capitals with two underscores between its parts, such as
+   `{PREFIX}INTERVALS__SCRAPE=5s`. An empty variable counts as not set. Lists of sections are given whole, as YAML:
+   `{PREFIX}ENGINES='[{{name: chat, url: "http://127.0.0.1:8000"}}]'`; a list of texts also with commas in between;
+3. flags.
+
+A section that stands in several places is put together key by key; a list is replaced as a whole. An unknown key or
+variable is an error. Variables that Kubernetes makes for a service called oomwatch are left alone.
+
+`oomwatch config check` prints everything that is wrong at once, one a line, with file, line, column, key, and what is
+allowed; `oomwatch config show` prints what holds, defaults included, with secrets masked. On SIGHUP or
+`POST /-/reload` the file is read again; a bad one changes nothing and is reported in the log and in a metric.
+"""
+
+_WRITING = """\
+## How values are written
+
+- **duration**: `15s`, `1m30s`, `250ms`, `2h`, `1d`, or a plain number of seconds.
+- **size**: `16MiB`, `1.5GiB` (powers of 1024), `80GB` (powers of 1000), or a plain number of bytes.
+- **file**: a path. In a file it is relative to that file's folder, elsewhere to the working directory.
+- A key without a value counts as absent. The YAML is version 1.2's: `yes` and `1:30` are texts, a key may stand once.
+"""
+
+_WEB_INTRODUCTION = """\
+## Web configuration file
+
+`web.config_file` (`--web.config.file`) names a file with TLS, basic authentication and a rate limit for the server, in
+the form that [Prometheus' exporters share](https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md).
+It is read again when it or a certificate changes, without a restart; a bad change keeps what was good and is reported.
+TLS itself can be switched on and off by a restart only.
+
+Three things differ from exporters written in Go. Each is an error that says so, never ignored: clients' certificates
+that are asked for are always verified (no `RequestClientCert`, no `RequireAnyClientCert`), `client_ca_file` is
+required for that, and `curve_preferences` holds one curve at most. HTTP/2 is not spoken; `http2: true` is accepted,
+because it is the default and clients fall back by themselves.
+
+The password in this example is "correct horse":
+"""
+
+
+def _sections() -> Iterable[str]:
+    for name, found in described(Config).items():
+        inner = found.section or found.sections
+        if inner is None:
+            continue
+        yield f"### {name}\n\n{inspect.getdoc(inner)}\n"
+        if found.sections:
+            yield f"A list, as a whole in `{PREFIX}{name.upper()}`. Each item:\n"
+        yield _keys(inner, None if found.sections else (name,))
+
+
+def _keys(section: type[Section], variable: tuple[str, ...] | None = None) -> str:
+    """A table of a section's keys; ``variable`` begins their environment variables, None where they have none."""
+    headings = ["Key", "Type", "Default", "Allowed", "Meaning"]
+    if variable:
+        headings.insert(4, "Environment variable")
+    rows = []
+    for path, found in _leaves(section):
+        row = [f"`{'.'.join(path)}`", found.type_name, _default(found), _allowed(found), found.info.description or ""]
+        if variable:
+            row.insert(4, f"`{PREFIX}{'__'.join((*variable, *path)).upper()}`")
+        rows.append(row)
+    return _table(headings, rows)
+
+
+def _leaves(section: type[Section], path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Described]]:
+    for name, found in described(section).items():
+        if found.section:
+            yield from _leaves(found.section, (*path, name))
+        else:
+            yield (*path, name), found
+
+
+def _default(found: Described) -> str:
+    if found.info.is_required():
+        return "required"
+    value = found.info.get_default(call_default_factory=True)
+    text = found.shown(value)
+    return f"`{text}`" if text and text not in ("[]", "{}") else ""
+
+
+def _allowed(found: Described) -> str:
+    """Without what the types' own paragraph says."""
+    return found.limits if found.kind in (DURATION, SIZE, FILE) else found.allowed
+
+
+def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    headings = list(headings)
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+DOCUMENTS: Mapping[str, Callable[[], str]] = {
+    "configuration.md": configuration_markdown,
+}
+"""File names in docs/, and the functions that make their text."""
+
+
+def outdated(folder: Path) -> list[str]:
+    """The documents in a folder that are missing or differ from what the code says."""
+    return [
+        name
+        for name, make in DOCUMENTS.items()
+        if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != make()
+    ]
+
+
+@click.command(help="Writes the documents that are made from the code.")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 and name the documents that are out of date.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default=Path("docs"),
+    show_default=True,
+    help="Where the documents are.",
+)
+def main(check: bool, folder: Path) -> None:
+    old = outdated(folder)
+    for name in old:
+        if check:
+            click.echo(f"{folder / name} is out of date: python -m oomwatch.docs writes it anew.", err=True)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(DOCUMENTS[name](), encoding="utf-8")
+            click.echo(f"{folder / name} written.")
+    if check and old:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
