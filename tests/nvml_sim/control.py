@@ -153,7 +153,7 @@ class Mark:
 
 
 class Sim:
-    """The state behind one simulated driver, in the file at `path`.
+    """The state behind one simulated driver, in a new file at `path` (FileExistsError when there is one).
 
     Every change is seen by the next call of every process that uses the file. A fault belongs to the whole driver
     (device None: calls on any GPU and on none), to a GPU, or to a MIG slice of a GPU (device and mig)."""
@@ -170,8 +170,8 @@ class Sim:
     ) -> None:
         self.path = path
         size = ctypes.sizeof(StateRecord)
-        path.write_bytes(bytes(size))
-        with path.open("r+b") as file:
+        with path.open("x+b") as file:
+            file.truncate(size)
             self._map = mmap.mmap(file.fileno(), size)
         self._state = StateRecord.from_buffer(self._map)
         self._lock = threading.RLock()
@@ -266,7 +266,7 @@ class Sim:
         """Undo `lose` and `vanish`, and clear the faults of the GPU and its slices; hung calls go on."""
         with self.write() as state:
             record = state.devices[device]
-            record.lost_code, record.present = 0, 1
+            record.lost_code, record.present = 0, int(bool(record.uuid))
             _clear_device(record)
 
     def uuid(self, device: int) -> str:

@@ -52,7 +52,7 @@ def build(directory: Path, variant: str = "default") -> Path:
     unfinished = library.with_suffix(f".{os.getpid()}")
     command = [
         compiler() or "gcc",
-        *("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror"),
+        *("-std=gnu11", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror"),
         *(f"-D{define}" for define in VARIANTS[variant]),
         f"-Wl,-soname,{LIBRARY_NAME}",
         *("-o", str(unfinished), str(SOURCES / "sim.c")),
@@ -62,13 +62,14 @@ def build(directory: Path, variant: str = "default") -> Path:
     return library
 
 
-def environment(library: Path, sim: Sim, visible: Sequence[str] | None = None) -> dict[str, str]:
+def environment(library: Path, sim: Sim | None, visible: Sequence[str] | None = None) -> dict[str, str]:
     """Variables that make a new process find `library` (the file or its directory) and read the state of `sim`.
 
-    `visible` narrows what that process sees to GPUs of these UUIDs, as device cgroups do."""
+    `sim` None stands for a library without a driver. `visible` narrows what that process sees to GPUs of these UUIDs,
+    as device cgroups do."""
     directory = library if library.is_dir() else library.parent
     search = [str(directory), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    variables = {"LD_LIBRARY_PATH": ":".join(search), STATE_VARIABLE: str(sim.path)}
+    variables = {"LD_LIBRARY_PATH": ":".join(search), STATE_VARIABLE: str(sim.path) if sim else ""}
     if visible is not None:
         variables[VISIBLE_VARIABLE] = ",".join(visible) or "none"
     return variables
@@ -78,10 +79,10 @@ def environment(library: Path, sim: Sim, visible: Sequence[str] | None = None) -
 def load_into_pynvml(library: Path, sim: Sim | None, visible: Sequence[str] | None = None) -> Generator[None]:
     """Let this process's pynvml use `library` with the state of `sim`, and put back what was there before.
 
-    `sim` None stands for a library without a driver. The library isn't initialised on entry, and is shut down on
+    The arguments are those of `environment`. The library isn't initialised on entry, and is shut down on
     exit however often the block initialised it; faults of `sim` are cleared on exit, so that no call stays behind."""
-    variables = {STATE_VARIABLE: None, VISIBLE_VARIABLE: None} | (environment(library, sim, visible) if sim else {})
-    variables.pop("LD_LIBRARY_PATH", None)
+    variables: dict[str, str | None] = {VISIBLE_VARIABLE: None, **environment(library, sim, visible)}
+    del variables["LD_LIBRARY_PATH"]  # the loader reads it once, at exec
     loaded = ctypes.CDLL(str(library))
     before = pynvml.nvmlLib, pynvml._nvmlLib_refcount
     with _environment_set(variables):

@@ -1153,6 +1153,11 @@ static enum sim_family fill_field(const struct sim_device *device, nvmlFieldValu
     case 1:
         set_unsigned(field, device->ecc_current);
         return SIM_ECC_MODE;
+    case 3:
+    case 4:
+        field->valueType = NVML_VALUE_TYPE_UNSIGNED_LONG_LONG;
+        field->value.ullVal = device->ecc_errors[field->fieldId - 3][0];
+        return device->ecc_current ? SIM_ECC_ERRORS : SIM_FAMILY_COUNT;
     case 29:
     case 30:
         set_unsigned(field, retired_by(device, field->fieldId - 29));
@@ -1179,6 +1184,9 @@ static enum sim_family fill_field(const struct sim_device *device, nvmlFieldValu
     case 145:
         set_unsigned(field, device->remapped_failure);
         return SIM_REMAPPED_ROWS;
+    case 186:
+        set_unsigned(field, device->power_mw);
+        return SIM_POWER;
     case 230:
         set_unsigned(field, device->recovery_action);
         return SIM_FIELD_VALUES;
