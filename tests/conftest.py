@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: the simulated driver library and its state."""
+"""Options and fixtures that every test may use: golden files, the simulated driver library and its state."""
 
 import os
 from collections.abc import Callable, Generator, Sequence
@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import golden
 from tests.nvml_sim import Gpu, Option, Sim, build, compiler
 
 MakeSim = Callable[..., Sim]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    golden.add_option(parser)
 
 
 def _missing(what: str) -> None:
