@@ -6,8 +6,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from oomwatch.observations import IMPLAUSIBLE, NOT_KNOWN, Absent, EngineFacts, GpuProcess, HostProcess, Maybe, Memory
-from oomwatch.snapshot import GpuView, HeldMemory, HeldProcess, Holder, MigView
+from oomwatch.observations import (
+    IMPLAUSIBLE,
+    MIG_ENABLED,
+    NOT_KNOWN,
+    Absent,
+    EngineFacts,
+    GpuProcess,
+    HostProcess,
+    Maybe,
+    Memory,
+)
+from oomwatch.snapshot import GpuView, HeldMemory, HeldProcess, Holder, devices
 
 UNKNOWN = Holder("unknown")
 
@@ -120,7 +130,7 @@ def unowned_memory(
     if unified:
         return Absent("UNIFIED_MEMORY")
     if sliced:
-        return Absent("MIG_ENABLED")
+        return MIG_ENABLED
     if memory.used_includes_reserved:
         return Absent("NOT_SUPPORTED")
     total = 0
@@ -146,7 +156,7 @@ def engine_overhead(
         return NOT_KNOWN
     components = facts.weights_bytes + facts.kv_pool_bytes
     overhead: dict[str, int] = {}
-    for view in _devices(gpus):
+    for view in devices(gpus):
         used = _used_by(engine, view.processes) if view.uuid in memory else []
         if any(size >= components for size in used):
             overhead[view.uuid] = sum(process_overhead(size, components) for size in used)
@@ -163,9 +173,3 @@ def _used_by(engine: str, processes: Maybe[tuple[HeldProcess, ...]]) -> list[int
         return []
     mine = Holder("engine", engine)
     return [process.used for process in processes if process.holder == mine and process.used is not None]
-
-
-def _devices(gpus: Iterable[GpuView]) -> Iterable[GpuView | MigView]:
-    for gpu in gpus:
-        yield gpu
-        yield from gpu.mig

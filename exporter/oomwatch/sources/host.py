@@ -14,6 +14,7 @@ from oomwatch.sources.cgroups import CGROUP_ROOT, Membership, membership, memory
 from oomwatch.sources.proc import (
     PROC,
     ProcessTable,
+    Stat,
     descendants,
     read_arguments,
     read_bytes,
@@ -30,6 +31,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _ROLES = {"APIServer": "api_server", "EngineCore": "engine_core", "Worker": "worker"}
 # VLLM_PROCESS_NAME_PREFIX replaces the first part; the second has DP, PP, PCP, TP, DCP and EP ranks behind it.
 _VLLM_TITLE = re.compile(r"[\w.-]+::(APIServer|EngineCore|Worker)(?:_([A-Z]+\d+(?:_[A-Z]+\d+)*))?(?:_\d+)?$")
+_RESIDENT = re.compile(rb"^(VmRSS|RssAnon):\s*(\d+) kB$", re.MULTILINE)
 _RAY_WORKER = "ray::RayWorker"
 
 
@@ -46,6 +48,21 @@ class _Followed:
     start_ticks: int
     start: float
     wanted_at: float
+
+
+class _Limits:
+    """Memberships and memory limits during one pass: most processes share a few cgroups."""
+
+    def __init__(self, own: str, root: Path) -> None:
+        self._own = membership(own)
+        self._root = root
+        self._known: dict[str, tuple[Membership, int | None]] = {}
+
+    def of(self, cgroup: str) -> tuple[Membership, int | None]:
+        if cgroup not in self._known:
+            member = membership(cgroup)
+            self._known[cgroup] = member, memory_limit(member, self._own, self._root)
+        return self._known[cgroup]
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,7 @@ class HostSource:
         self._publish = publish
         self._clock = clock
         self._proc = proc
+        self._root = str(proc)  # formatting a Path costs more than a small file of /proc
         self._cgroup_root = cgroup_root
         self._table = table or ProcessTable(proc)
         self._followed: dict[int, _Followed] = {}
@@ -98,71 +116,62 @@ class HostSource:
                 owner.setdefault(pid, engine)
         # Elsewhere than in the host's pid namespace a GPU's pid would name some other process of the container.
         listed = set(gpu_pids) if sees_host_pids(self._proc) else set()
-        for pid in [*owner, *sorted(listed - owner.keys())]:
-            self._follow(pid, t)
-        self.unresolved = frozenset(gpu_pids) - self._followed.keys() if listed else frozenset(gpu_pids)
-        self._end_unwanted(t)
-        own = membership(self._text("self/cgroup"))
-        limits: dict[str | None, int | None] = {}
+        wanted = owner.keys() | listed
+        limits = _Limits(self._text("self/cgroup"), self._cgroup_root)
         processes = [
-            process for pid in sorted(self._followed) if (process := self._process(t, pid, owner.get(pid), own, limits))
+            process
+            for pid in sorted(wanted | self._followed.keys())
+            if (stat := self._follow(pid, t, wanted=pid in wanted)) is not None
+            and (process := self._process(t, pid, stat, owner.get(pid), limits)) is not None
         ]
+        self.unresolved = frozenset(gpu_pids) - (self._followed.keys() if listed else set())
         for process in _roles_of_launchers(processes):
             self._publish(process)
 
-    def _follow(self, pid: int, t: float) -> None:
-        stat = read_stat(self._proc, pid)
-        if stat is None:
-            return
+    def _follow(self, pid: int, t: float, *, wanted: bool) -> Stat | None:
+        """Look whether a process is still the one that was followed, and whether it still should be."""
+        stat = read_stat(self._root, pid)
         followed = self._followed.get(pid)
-        if followed is not None and followed.start_ticks != stat.start_ticks:
-            self._end(pid, t)
-            followed = None
+        if followed is not None:
+            lost = not wanted and t - followed.wanted_at > _LINGER_SECONDS
+            if stat is None or stat.start_ticks != followed.start_ticks or lost:
+                self._end(pid, t)
+                followed = None
+        if stat is None or (followed is None and not wanted):
+            return None
         if followed is None:
             start = self._boot_time() + stat.start_ticks / _TICKS_PER_SECOND
-            self._followed[pid] = _Followed(stat.start_ticks, start, t)
-        else:
+            followed = self._followed[pid] = _Followed(stat.start_ticks, start, t)
+        if wanted:
             followed.wanted_at = t
-
-    def _end_unwanted(self, t: float) -> None:
-        for pid, followed in sorted(self._followed.items()):
-            stat = read_stat(self._proc, pid) if followed.wanted_at < t else None
-            alive = followed.wanted_at >= t or (stat is not None and stat.start_ticks == followed.start_ticks)
-            if not alive or t - followed.wanted_at > _LINGER_SECONDS:
-                self._end(pid, t)
+        return stat
 
     def _end(self, pid: int, t: float) -> None:
         del self._followed[pid]
         self._publish(ProcessGone(t, pid))
 
-    def _process(
-        self, t: float, pid: int, engine: str | None, own: Membership, limits: dict[str | None, int | None]
-    ) -> HostProcess | None:
-        stat = read_stat(self._proc, pid)
-        memory = self._memory(pid, zombie=stat is not None and stat.state == "Z")
-        followed = self._followed[pid]
-        if stat is None or memory is None or stat.start_ticks != followed.start_ticks:
+    def _process(self, t: float, pid: int, stat: Stat, engine: str | None, limits: _Limits) -> HostProcess | None:
+        memory = self._memory(pid, zombie=stat.state == "Z")
+        if memory is None:
             self._end(pid, t)
             return None
-        arguments = read_arguments(self._proc, pid)
-        title = shown_title(self._proc, pid, stat.comm, arguments)
+        arguments = read_arguments(self._root, pid)
+        title = shown_title(self._root, pid, stat.comm, arguments)
         role, rank = role_of(title)
         if role == "other" and engine is not None and is_server(arguments):
             role = "api_server"
-        member = membership(self._text(f"{pid}/cgroup"))
-        if member.path not in limits:
-            limits[member.path] = memory_limit(member, own, self._cgroup_root)
+        member, limit = limits.of(self._text(f"{pid}/cgroup"))
         return HostProcess(
             t=t,
             pid=pid,
-            start=followed.start,
+            start=self._followed[pid].start,
             rss=memory.rss,
             anon=memory.anon,
             name=title,
             ppid=stat.ppid,
             container=member.container,
             pod_uid=member.pod_uid,
-            memory_limit=limits[member.path],
+            memory_limit=limit,
             engine=engine,
             role=role,
             rank=rank,
@@ -176,10 +185,10 @@ class HostSource:
         if zombie:
             return _Memory(0, 0)
         try:
-            fields = _kilobytes(read_bytes(f"{self._proc}/{pid}/status"))
+            fields = dict(_RESIDENT.findall(read_bytes(f"{self._root}/{pid}/status")))
             if b"VmRSS" in fields and b"RssAnon" in fields:
-                return _Memory(fields[b"VmRSS"], fields[b"RssAnon"])
-            pages = read_bytes(f"{self._proc}/{pid}/statm").split()
+                return _Memory(int(fields[b"VmRSS"]) * 1024, int(fields[b"RssAnon"]) * 1024)
+            pages = read_bytes(f"{self._root}/{pid}/statm").split()
             rss, shared = int(pages[1]) * _PAGE_BYTES, int(pages[2]) * _PAGE_BYTES
             return _Memory(rss, rss - shared if 0 < shared <= rss else Absent("NOT_SUPPORTED"))
         except (OSError, IndexError):
@@ -200,7 +209,7 @@ class HostSource:
 
     def _text(self, path: str) -> str:
         try:
-            return read_bytes(f"{self._proc}/{path}").decode(errors="replace")
+            return read_bytes(f"{self._root}/{path}").decode(errors="replace")
         except OSError:
             return ""
 

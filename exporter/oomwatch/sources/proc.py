@@ -15,10 +15,11 @@ from pathlib import Path
 PROC = Path("/proc")
 
 _READ_LIMIT = 256 * 1024
+_READ_AT_ONCE = 4096  # a large buffer costs five times what the read costs
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD
 # A process keeps its pid when it executes another program, and nothing that is cheap to read tells. So what is
-# cached is read again: of young processes in each pass, of the others once in so many passes.
-_YOUNG_PASSES = 12
+# cached is read again: of processes that have just appeared in each pass, of the others once in so many passes.
+_YOUNG_PASSES = 4
 _PASSES_TO_READ_ALL = 12
 _KEEP_ARGUMENTS_WITH = (b"vllm", b"docker-proxy")
 
@@ -54,15 +55,19 @@ class ProcessEntry:
 
 
 def read_bytes(path: str, limit: int = _READ_LIMIT) -> bytes:
-    """The beginning of a file of /proc, read at once. Raises OSError."""
+    """The beginning of a file of /proc. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.read(descriptor, limit)
+        raw = part = os.read(descriptor, _READ_AT_ONCE)
+        while part and len(raw) % _READ_AT_ONCE == 0 and len(raw) < limit:
+            part = os.read(descriptor, _READ_AT_ONCE)
+            raw += part
+        return raw
     finally:
         os.close(descriptor)
 
 
-def read_stat(proc: Path, pid: int) -> Stat | None:
+def read_stat(proc: Path | str, pid: int) -> Stat | None:
     """None when there is no such process, or it is hidden from this user."""
     try:
         raw = read_bytes(f"{proc}/{pid}/stat")
@@ -79,7 +84,7 @@ def read_stat(proc: Path, pid: int) -> Stat | None:
         return None
 
 
-def read_arguments(proc: Path, pid: int) -> bytes:
+def read_arguments(proc: Path | str, pid: int) -> bytes:
     """/proc/PID/cmdline; empty for kernel threads, zombies and what this user may not read."""
     try:
         return read_bytes(f"{proc}/{pid}/cmdline")
@@ -87,7 +92,7 @@ def read_arguments(proc: Path, pid: int) -> bytes:
         return b""
 
 
-def shown_title(proc: Path, pid: int, comm: str, arguments: bytes) -> str:
+def shown_title(proc: Path | str, pid: int, comm: str, arguments: bytes) -> str:
     """A name without arguments: the title that vLLM or Ray set, else the kernel's name, else the program's."""
     title = _TITLE.match(arguments[:200].decode(errors="replace"))
     if title is not None:
@@ -141,6 +146,7 @@ class _Cached:
     inode: int
     first_pass: int
     kernel_thread: bool
+    arguments: int  # their hash
     entry: ProcessEntry
 
 
@@ -152,7 +158,7 @@ class ProcessTable:
     """
 
     def __init__(self, proc: Path = PROC) -> None:
-        self.proc = proc
+        self.proc = str(proc)  # formatting a Path costs more than a small file of /proc
         self._lock = threading.Lock()
         self._passes = 0
         self._cache: dict[int, _Cached] = {}
@@ -163,24 +169,25 @@ class ProcessTable:
             self._passes += 1
             with os.scandir(self.proc) as listing:
                 inodes = {int(item.name): item.inode() for item in listing if item.name.isdigit()}
+            # The children of one that has ended, or has ended while it was looked at, have another parent.
+            parents = {pid for pid, cached in self._cache.items() if inodes.get(pid) == cached.inode}
             cache: dict[int, _Cached] = {}
             for pid, inode in inodes.items():
                 cached = self._cache.get(pid)
-                if cached is None or cached.inode != inode or self._due(cached, inodes):
+                if cached is None or cached.inode != inode or cached.entry.ppid not in parents or self._other(cached):
                     cached = self._read(pid, inode)
                 if cached is not None:
                     cache[pid] = cached
             self._cache = cache
             return {pid: cached.entry for pid, cached in cache.items()}
 
-    def _due(self, cached: _Cached, inodes: Mapping[int, int]) -> bool:
-        if cached.kernel_thread:
+    def _other(self, cached: _Cached) -> bool:
+        """Whether a process, if its turn has come, has other arguments than before."""
+        # What the first pass found has been there for some time.
+        young = cached.first_pass > 1 and self._passes - cached.first_pass <= _YOUNG_PASSES
+        if not young and (self._passes - cached.entry.pid) % _PASSES_TO_READ_ALL:
             return False
-        parent = self._cache.get(cached.entry.ppid)
-        if inodes.get(cached.entry.ppid) != (parent.inode if parent else None):
-            return True  # the parent has ended, and this process has another one
-        young = self._passes - cached.first_pass <= _YOUNG_PASSES
-        return young or cached.entry.pid % _PASSES_TO_READ_ALL == self._passes % _PASSES_TO_READ_ALL
+        return not cached.kernel_thread and hash(read_arguments(self.proc, cached.entry.pid)) != cached.arguments
 
     def _read(self, pid: int, inode: int) -> _Cached | None:
         stat = read_stat(self.proc, pid)
@@ -194,6 +201,7 @@ class ProcessTable:
             inode=inode,
             first_pass=before.first_pass if before is not None and same else self._passes,
             kernel_thread=stat.kernel_thread,
+            arguments=hash(arguments),
             entry=ProcessEntry(
                 pid=pid,
                 ppid=stat.ppid,
