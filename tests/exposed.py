@@ -1,0 +1,67 @@
+"""What a snapshot looks like on /metrics, for tests."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from oomwatch.exposition import ConfigStatus, SnapshotCollector, registry, render
+from oomwatch.snapshot import Snapshot
+from oomwatch.sources.nvml.calls import CallStats, FunctionStats
+from tests.e2e.tools import require_tool
+
+CONFIG = ConfigStatus(successful=True, loaded_at=1_789_990_000.0, sha256="5" * 64)
+CALLS: CallStats = {
+    "nvmlDeviceGetMemoryInfo_v2": FunctionStats(calls=300, seconds=0.125, errors={"GPU_IS_LOST": 0, "TIMEOUT": 4})
+}
+Series = tuple[str, frozenset[tuple[str, str]]]
+
+
+def collector(snapshot: Snapshot, process_series: int = 32) -> SnapshotCollector:
+    return SnapshotCollector(
+        lambda: snapshot,
+        process_series_per_gpu=lambda: process_series,
+        config=lambda: CONFIG,
+        nvml_calls=lambda: CALLS,
+    )
+
+
+def everything(snapshot: Snapshot, process_series: int = 32) -> CollectorRegistry:
+    """What the daemon serves, the client library's own families among it."""
+    return registry(collector(snapshot, process_series))
+
+
+def own_page(snapshot: Snapshot, process_series: int = 32) -> str:
+    """The families of this package alone: what does not change from one process to the next."""
+    own = CollectorRegistry()
+    own.register(collector(snapshot, process_series))
+    return render(own, "")[0].decode()
+
+
+def samples(snapshot: Snapshot, process_series: int = 32) -> Mapping[Series, float]:
+    """Every series on the page with its value."""
+    families = text_string_to_metric_families(own_page(snapshot, process_series))
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def values(snapshot: Snapshot, name: str, process_series: int = 32, **labels: str) -> list[float]:
+    """The values of the series of that name that have these labels at least."""
+    wanted = labels.items()
+    found = samples(snapshot, process_series).items()
+    return [value for (series, own), value in found if series == name and wanted <= own]
+
+
+def names(snapshot: Snapshot) -> set[str]:
+    return {name for name, _ in samples(snapshot)}
+
+
+def check_metrics(page: bytes) -> str:
+    """What promtool finds wrong with a page; empty when nothing."""
+    answer = subprocess.run(
+        [require_tool("promtool"), "check", "metrics"], input=page, capture_output=True, timeout=30, check=False
+    )
+    findings = (answer.stdout + answer.stderr).decode().strip()
+    return findings or ("" if answer.returncode == 0 else f"exit status {answer.returncode}")

@@ -1,0 +1,254 @@
+"""Hand-built snapshots for tests of what reads them. Sizes are bytes, times unix seconds around NOW."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from oomwatch.attribution import UNKNOWN, held_memory, unowned_memory
+from oomwatch.observations import (
+    Absent,
+    DriverReport,
+    EngineFacts,
+    EngineScrape,
+    GpuPoll,
+    GpuProcess,
+    HostMemory,
+    HostProcess,
+    Maybe,
+    Memory,
+    MigInstance,
+    Pool,
+    RankReading,
+    RemappedRows,
+)
+from oomwatch.snapshot import (
+    EngineView,
+    GpuView,
+    HeldProcess,
+    Holder,
+    MigView,
+    Snapshot,
+    SourceView,
+    XidCount,
+)
+
+NOW = 1_790_000_000.0
+MIB = 1024**2
+GIB = 1024**3
+
+
+def gpu_uuid(index: int) -> str:
+    return f"GPU-{index:08x}-aaaa-bbbb-cccc-000000000000"
+
+
+def memory(total: int = 80 * GIB, used: int = 70 * GIB, reserved: int | None = 600 * MIB) -> Memory:
+    return Memory(total, reserved, used, total - (reserved or 0) - used)
+
+
+def engine_process(pid: int, used: int | None, engine: str) -> HeldProcess:
+    return HeldProcess(pid, used, Holder("engine", engine), "VLLM::EngineCore")
+
+
+def gpu(index: int = 0, processes: tuple[HeldProcess, ...] = (), read: Maybe[Memory] | None = None) -> GpuView:
+    """A healthy device that was just polled; ``read`` is its memory where it differs."""
+    shown = memory() if read is None else read
+    poll = GpuPoll(
+        t=NOW,
+        uuid=gpu_uuid(index),
+        index=index,
+        name="NVIDIA H100 80GB HBM3",
+        memory=shown,
+        processes=tuple(GpuProcess(process.pid, process.used) for process in processes),
+        mig_enabled=False,
+        utilization=0.93,
+        temperature=61.0,
+        power=512.5,
+        ecc_uncorrected=0,
+        ecc_corrected=3,
+        remapped_rows=RemappedRows(1, 0, pending=False, failed=False),
+        recovery_action=0,
+        pci_bus_id=f"00000000:{index + 0x41:02X}:00.0",
+        seconds=0.004,
+    )
+    return GpuView(
+        uuid=poll.uuid,
+        index=index,
+        name=poll.name,
+        poll=poll,
+        memory=shown,
+        processes=processes,
+        held=held_memory(processes),
+        unowned=unowned_memory(shown, processes, sliced=False, unified=False),
+        last_seen=NOW,
+        last_memory=memory(),
+    )
+
+
+def sliced_gpu(index: int) -> GpuView:
+    """A device in MIG mode whose own memory may not be read, with one slice that an engine uses and one that fails."""
+    forbidden = Absent("NO_PERMISSION")
+    process = engine_process(4810, 9 * GIB, "sliced")
+    slices = (
+        MigView(
+            f"MIG-{index:08x}-0001", 7, 0, memory(20 * GIB, 9 * GIB, 64 * MIB), (process,), held_memory((process,)), 0
+        ),
+        MigView(f"MIG-{index:08x}-0002", 8, 0, Absent("UNKNOWN"), Absent("UNKNOWN"), Absent("UNKNOWN"), forbidden),
+    )
+    whole = gpu(index, read=forbidden)
+    assert whole.poll is not None
+    poll = replace(
+        whole.poll,
+        processes=forbidden,
+        mig_enabled=True,
+        utilization=Absent("NOT_SUPPORTED"),
+        mig=tuple(MigInstance(mig.uuid, mig.gi, mig.ci, mig.memory) for mig in slices),
+    )
+    return replace(
+        whole, poll=poll, processes=forbidden, held=forbidden, unowned=forbidden, mig=slices, last_memory=None
+    )
+
+
+def rank(name: str = "0") -> RankReading:
+    return RankReading(
+        rank=name,
+        usage=0.75,
+        running=64.0,
+        waiting=12.0,
+        waiting_capacity=10.0,
+        waiting_deferred=2.0,
+        swapped=0.0,
+        preemptions=7.0,
+        prompt_tokens=1_234_567.0,
+        generation_tokens=765_432.0,
+        steps=98_765.0,
+        finished={"stop": 4_000.0, "length": 120.0, "abort": 3.0},
+        prefix_queries=900_000.0,
+        prefix_hits=300_000.0,
+        kv_expired=1.0,
+        sleep_level="awake",
+        gpu_memory_utilization=0.9,
+        prefix_caching=True,
+        pool=Pool(
+            blocks=8_000,
+            used=6_000,
+            block_size=16,
+            tokens=128_000,
+            max_concurrency=15.6,
+            configured_bytes=48 * GIB,
+        ),
+    )
+
+
+def engine(name: str = "llama-8b", ranks: tuple[RankReading, ...] = ()) -> EngineView:
+    """A working engine that nothing is known of on the host."""
+    scrape = EngineScrape(
+        t=NOW, engine=name, state="ok", seconds=0.012, ranks=ranks or (rank(),), model_name="org/llama-8b",
+        kv_connector=False,
+    )  # fmt: skip
+    return EngineView(
+        facts=EngineFacts(name, target="http://127.0.0.1:8000/metrics", max_model_len=8192, vllm_version="0.32.0"),
+        state="ok",
+        error="",
+        scrape=scrape,
+        last_answer=scrape,
+        last_seen=NOW,
+        last_progress=NOW - 1,
+    )
+
+
+def unreachable(view: EngineView) -> EngineView:
+    """The same engine once a scrape has failed."""
+    return replace(view, state="unreachable", error="connection refused", scrape=None)
+
+
+def host_process(pid: int, role: str, title_rank: str | None = None, anon: Maybe[int] = 6 * GIB) -> HostProcess:
+    return HostProcess(
+        t=NOW,
+        pid=pid,
+        start=NOW - 86_400,
+        rss=8 * GIB,
+        anon=anon,
+        name=f"VLLM::{role}",
+        container="f" * 64,
+        pod_uid="0b9a2c1e-1111-2222-3333-444455556666",
+        memory_limit=64 * GIB,
+        engine="llama-8b",
+        role=role,
+        rank=title_rank,
+    )
+
+
+def driver(state: str = "ok") -> DriverReport:
+    return DriverReport(NOW, state, "", "580.82.07", "13.580.82.07", "13.0", 3)
+
+
+def full() -> Snapshot:
+    """A snapshot with a sample of every family."""
+    processes = (
+        engine_process(4711, 66 * GIB, "llama-8b"),
+        HeldProcess(4712, 512 * MIB, Holder("neighbour", "dcgm"), "dcgm-exporter"),
+    )
+    without_number = (HeldProcess(4713, None, UNKNOWN, "python3"),)
+    first = replace(gpu(0, processes), xids=(XidCount(31, 2, NOW - 60), XidCount(137, 1, NOW - 30)))
+    serving = replace(
+        engine(ranks=(rank("0"), rank("1"))),
+        restarts=1,
+        processes=(
+            host_process(4700, "api_server"),
+            host_process(4711, "engine_core", "DP0"),
+            host_process(4714, "worker", "DP0_TP0"),
+            host_process(4715, "worker", "DP0_TP1", anon=Absent("NO_PERMISSION")),
+        ),
+        gpu_memory={gpu_uuid(0): 66 * GIB},
+        overhead={gpu_uuid(0): 900 * MIB},
+    )
+    on_a_slice = replace(
+        engine("sliced"), gpu_memory={"MIG-00000002-0001": 9 * GIB}, overhead={"MIG-00000002-0001": 300 * MIB}
+    )
+    return Snapshot(
+        t=NOW,
+        driver=driver(),
+        gpus=(first, gpu(1, without_number), sliced_gpu(2)),
+        engines=(serving, on_a_slice),
+        host=HostMemory(NOW, 1024 * GIB, 512 * GIB),
+        sources=(
+            SourceView("nvml", gpu_uuid(0), True, NOW, NOW, 0.004),
+            SourceView("nvml", gpu_uuid(1), False, NOW, NOW - 600, 5.0, 40, "nvmlDeviceGetMemoryInfo has not returned"),
+            SourceView("vllm", "llama-8b", True, NOW, NOW, 0.012),
+            SourceView("host", "", None, NOW - 300, NOW - 300, 0.02, 2, "silent for 300 s"),
+            SourceView("discovery", "", None),
+        ),
+        unresolved_gpu_pids=1,
+    )
+
+
+def bare() -> Snapshot:
+    """A node without GPU and without engine."""
+    return Snapshot(t=NOW, driver=DriverReport(NOW, "library_missing", "no libnvidia-ml.so.1 on the loader's path"))
+
+
+def crowded(gpus: int, processes: int, engines: int) -> Snapshot:
+    """Many devices with many processes each; every engine has four ranks and a process on every device."""
+    views = []
+    for index in range(gpus):
+        listed = tuple(
+            engine_process(1000 * index + number, GIB, f"engine-{number}")
+            if number < engines
+            else HeldProcess(1000 * index + number, number * MIB, UNKNOWN, "python3")
+            for number in range(processes)
+        )
+        views.append(gpu(index, listed))
+    serving = tuple(
+        replace(
+            engine(f"engine-{number}", ranks=tuple(rank(str(name)) for name in range(4))),
+            gpu_memory={gpu_uuid(index): GIB for index in range(gpus)},
+            overhead={gpu_uuid(index): 100 * MIB for index in range(gpus)},
+            processes=tuple(
+                replace(host_process(number * 100 + tp, "worker", f"TP{tp}"), engine=f"engine-{number}")
+                for tp in range(gpus)
+            ),
+        )
+        for number in range(engines)
+    )
+    sources = tuple(SourceView("nvml", gpu_uuid(index), True, NOW, NOW, 0.004) for index in range(gpus))
+    return Snapshot(t=NOW, driver=driver(), gpus=tuple(views), engines=serving, sources=sources, unresolved_gpu_pids=0)
