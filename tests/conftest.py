@@ -16,12 +16,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     golden.add_option(parser)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--update-golden", action="store_true", help="write the expected outputs anew instead of comparing with them"
-    )
-
-
 def _missing(what: str) -> None:
     """Skip, or fail where the run promises to have everything (OOMWATCH_TESTS_REQUIRE=all)."""
     if os.environ.get("OOMWATCH_TESTS_REQUIRE") == "all":
