@@ -36,6 +36,7 @@ from oomwatch.settings import (
     described,
     did_you_mean,
     dump_yaml,
+    in_order,
     key_text,
     load_certificate,
     named_files,
@@ -93,9 +94,9 @@ def _checked_proxy_url(value: str) -> str:
 
 
 def _checked_gpus(value: tuple[str, ...]) -> tuple[str, ...]:
-    for uuid in value:
-        if not _GPU.fullmatch(uuid):
-            raise ValueError(f'"{uuid}" is not the uuid of a GPU or a MIG slice')
+    wrong = [f'"{uuid}"' for uuid in value if not _GPU.fullmatch(uuid)]
+    if wrong:
+        raise ValueError(f"no uuids of GPUs or MIG slices: {' and '.join(wrong)}")
     return value
 
 
@@ -111,9 +112,9 @@ def _checked_headers(value: dict[str, str]) -> dict[str, str]:
 def _checked_addresses(value: tuple[str, ...]) -> tuple[str, ...]:
     if not value:
         raise ValueError("empty: give one address at least")
-    for address in value:
-        if split_address(address) is None:
-            raise ValueError(f'"{address}" is not host:port')
+    wrong = [f'"{address}"' for address in value if split_address(address) is None]
+    if wrong:
+        raise ValueError(f"{' and '.join(wrong)} cannot be listened on")
     return value
 
 
@@ -308,6 +309,12 @@ class NvmlConfig(Section):
         le=60,
         description="A device that has not answered after this counts as hung; the others go on.",
     )
+    release_for: Duration = Field(
+        default=600.0,
+        ge=1,
+        le=86400,
+        description="How long the driver stays given back after /-/release or SIGUSR1, unless it is taken back before.",
+    )
 
 
 class NeighbourConfig(Section):
@@ -490,7 +497,7 @@ def load_with_places(path: Path | None, env: Mapping[str, str], flags: Mapping[s
     config, invalid = validate(Config, layer, Origin(str(path or "configuration")))
     problems += [*more, *invalid]
     if problems or config is None:
-        raise ConfigError(problems)
+        raise ConfigError(in_order(problems))
     return Loaded(config, layer)
 
 

@@ -32,6 +32,7 @@ NOT_READ = Absent("NOT_READ")  # this source did not ask for it in this cycle (s
 HUNG = Absent("HUNG")  # a driver call has not returned within its deadline
 IMPLAUSIBLE = Absent("IMPLAUSIBLE")  # the driver's answer contradicts itself (scrambled process lists)
 NOT_EXPOSED = Absent("NOT_EXPOSED")  # the page has no such series
+MIG_ENABLED = Absent("MIG_ENABLED")  # a parent's value would repeat or hide its slices'
 NOT_KNOWN = Absent("NOT_KNOWN")  # nobody told us and it cannot be derived
 STALE = Absent("STALE")  # the last value is too old to be shown as the present
 AMBIGUOUS = Absent("AMBIGUOUS")  # several values that contradict each other
@@ -196,6 +197,7 @@ class EngineFacts:
     kv_pool_blocks: int | None = None  # usable blocks of one rank, where an operator states them
     kv_pool_bytes: int | None = None  # per GPU
     weights_bytes: int | None = None  # per GPU
+    no_address: str | None = None  # why ``target`` is not known, and what to do
     origin: str = "configuration"
 
 

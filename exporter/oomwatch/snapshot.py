@@ -6,7 +6,7 @@ that says so (``last_…``), with its time. All times are unix seconds, sizes by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from oomwatch.observations import (
@@ -90,6 +90,13 @@ class GpuView:
     xids: tuple[XidCount, ...] = ()
     last_seen: float | None = None
     last_memory: Memory | None = None
+
+
+def devices(gpus: Iterable[GpuView]) -> Iterator[GpuView | MigView]:
+    """Each GPU, followed by its MIG slices."""
+    for gpu in gpus:
+        yield gpu
+        yield from gpu.mig
 
 
 ENGINE_STATES = (

@@ -1,0 +1,242 @@
+"""Wiring and life of the daemon: scheduled jobs, signals, start and stop."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from queue import SimpleQueue
+from types import FrameType
+
+import structlog
+from apscheduler.executors.pool import ThreadPoolExecutor
+from apscheduler.schedulers.background import BackgroundScheduler
+from apscheduler.triggers.interval import IntervalTrigger
+
+from oomwatch import __version__, logs
+from oomwatch.attribution import Neighbour
+from oomwatch.config import Config, config_hash
+from oomwatch.exposition import ConfigStatus, SnapshotCollector, registry, render
+from oomwatch.feed import Feed, Job
+from oomwatch.node import Cadence, Node
+from oomwatch.pipeline import Pipeline
+from oomwatch.server import WebServer
+from oomwatch.settings import ConfigError
+
+_log = structlog.get_logger(__name__)
+
+# Jobs wait for the network or the driver, never for the processor: threads are cheap, and one engine that hangs until
+# its timeout must not take the turn of another.
+_THREADS = 64
+
+
+def cadence_of(config: Config) -> Cadence:
+    every = config.intervals
+    return Cadence(
+        gpu=every.gpu,
+        process=every.gpu * every.processes_every,
+        scrape=every.scrape,
+        host=every.host,
+        discovery=every.discovery,
+        intervals_to_stale=config.exposition.stale_after_intervals,
+        forget_after=config.exposition.forget_after,
+    )
+
+
+def neighbours_of(config: Config) -> tuple[Neighbour, ...]:
+    return tuple(Neighbour(n.name, n.process, n.container, n.pod_uid) for n in config.neighbours)
+
+
+def new_pipeline(config: Config) -> Pipeline:
+    return Pipeline(Node(cadence_of(config), neighbours_of(config)))
+
+
+class Daemon:
+    """One feed, one pipeline, one scheduler, one web server.
+
+    ``load`` reads the configuration anew, raising ConfigError; ``make_feed`` builds the feed on the pipeline.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Config],
+        make_feed: Callable[[Config, Pipeline], Feed],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._load = load
+        self._clock = clock
+        self._config = load()
+        self._status = ConfigStatus(True, clock(), config_hash(self._config))
+        self._reloading = threading.Lock()
+        self._jobs: dict[str, Job] = {}
+        self._scheduling = threading.Lock()
+        self._signals: SimpleQueue[int] = SimpleQueue()
+        self._released = False
+        self.pipeline = new_pipeline(self._config)
+        self._feed = make_feed(self._config, self.pipeline)
+        self._scheduler = _new_scheduler()
+        collector = SnapshotCollector(
+            lambda: self.pipeline.current,
+            process_series_per_gpu=lambda: self._config.exposition.process_series_per_gpu,
+            config=lambda: self._status,
+            nvml_calls=self._feed.call_stats,
+        )
+        everything = registry(collector)
+        web = self._config.web
+        self.web = WebServer(
+            listen=web.listen_address,
+            web_config=web.config_file,
+            enable_lifecycle=web.enable_lifecycle,
+            max_requests=web.max_requests,
+            snapshot=lambda: self.pipeline.current,
+            render=lambda accept: render(everything, accept),
+            healthy=self.unhealthy,
+            ready=self.unready,
+            reload=self.reload,
+            release=self.release,
+            clock=clock,
+        )
+
+    def start(self) -> None:
+        """Serve first, so that a slow driver never looks like a dead daemon; then read."""
+        self.pipeline.start()
+        self.web.start()
+        self._scheduler.start()
+        self._schedule()
+        _log.info("oomwatch started", version=__version__, pages=list(self.web.addresses), config=self._status.sha256)
+
+    def stop(self) -> None:
+        """Everything let go within a few seconds, whatever hangs."""
+        self._scheduler.shutdown(wait=False)
+        self.web.stop(timeout=2.0)
+        self._feed.close()
+        self.pipeline.stop()
+        _log.info("oomwatch stopped")
+
+    def run(self) -> None:
+        """Start, obey signals, and return once one asks to stop."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+        self.start()
+        try:
+            self._obey()
+        finally:
+            self.stop()
+
+    def reload(self) -> str:
+        """Read the configuration anew; a bad one is refused whole. Empty when it is in use now, else what is wrong."""
+        with self._reloading:
+            try:
+                config = self._load()
+            except ConfigError as error:
+                self._status = ConfigStatus(False, self._status.loaded_at, self._status.sha256)
+                _log.error("configuration not reloaded, the one in use stays", error=str(error))
+                return str(error)
+            fixed = config.web != self._config.web
+            if fixed:
+                _log.warning("settings under web take effect at the next start")
+            self._config = config
+            logs.configure(config.log.level, config.log.format)
+            cadence, neighbours = cadence_of(config), neighbours_of(config)
+            self.pipeline.on_node(lambda node: node.configure(cadence, neighbours))
+            self._feed.configure(config)
+            self._schedule()
+            self._status = ConfigStatus(True, self._clock(), config_hash(config))
+            _log.info("configuration reloaded", config=self._status.sha256)
+            return ""
+
+    def release(self) -> str:
+        """Give the driver's handles back for a while, so that MIG can be reconfigured or the driver unloaded."""
+        problem = self._feed.release()
+        self._released = not problem
+        return problem
+
+    def unhealthy(self) -> str:
+        """Empty while the daemon itself works."""
+        if not self.pipeline.alive:
+            return "the thread that folds observations has ended: restart oomwatch"
+        if not self._scheduler.running:
+            return "the scheduler is not running: restart oomwatch"
+        return ""
+
+    def unready(self) -> str:
+        """Empty once everything has been read once."""
+        return self._feed.ready()
+
+    # --- signals ---------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.put(number)
+
+    def _obey(self) -> None:
+        while True:
+            number = self._signals.get()
+            if number in (signal.SIGTERM, signal.SIGINT):
+                _log.info("stopping", signal=signal.Signals(number).name)
+                return
+            if number == signal.SIGHUP:
+                self.reload()
+            elif self._released:
+                self._released = False
+                self._feed.resume()
+            else:
+                self.release()
+
+    # --- jobs ------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """Bring the scheduler to what the feed wants to run now."""
+        with self._scheduling:
+            wanted = dict(self._feed.jobs())
+            for name in self._jobs.keys() - wanted.keys():
+                self._scheduler.remove_job(name)
+            for name, job in wanted.items():
+                old = self._jobs.get(name)
+                if old is None or (old.seconds, old.jitter) != (job.seconds, job.jitter):
+                    self._scheduler.add_job(
+                        _Guarded(name, job.action, self._schedule_if_changed),
+                        IntervalTrigger(seconds=job.seconds, jitter=job.jitter or None, timezone=timezone.utc),
+                        id=name,
+                        name=name,
+                        replace_existing=True,
+                        next_run_time=datetime.now(timezone.utc),
+                    )
+            self._jobs = wanted
+
+    def _schedule_if_changed(self) -> None:
+        if _timing(self._feed.jobs()) != _timing(self._jobs):
+            self._schedule()
+
+
+def _timing(jobs: Mapping[str, Job]) -> dict[str, tuple[float, float]]:
+    return {name: (job.seconds, job.jitter) for name, job in jobs.items()}
+
+
+class _Guarded:
+    """A job that cannot end the daemon: what it raises is a defect of ours, logged, and the next turn comes."""
+
+    def __init__(self, name: str, action: Callable[[], None], afterwards: Callable[[], None]) -> None:
+        self._name = name
+        self._action = action
+        self._afterwards = afterwards
+
+    def __call__(self) -> None:
+        try:
+            self._action()
+            self._afterwards()
+        except Exception:
+            _log.exception("a job failed; it runs again at its next turn", job=self._name)
+
+
+def _new_scheduler() -> BackgroundScheduler:
+    # A target that answers slower than its interval is told by its own health; "skipped" lines would say it again.
+    logging.getLogger("apscheduler").setLevel(logging.ERROR)
+    return BackgroundScheduler(
+        executors={"default": ThreadPoolExecutor(_THREADS)},
+        job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None},
+        timezone=timezone.utc,
+        daemon=True,
+    )

@@ -1,0 +1,300 @@
+"""The real node as a feed of observations: NVML, the engines' pages, /proc, put together as the configuration says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import structlog
+
+from oomwatch.config import Config, EngineConfig, TlsConfig
+from oomwatch.logs import Repeats
+from oomwatch.observations import Absent, EngineFacts, EngineUpdate, Observation, SourceRun, TargetRemoved, Tick
+from oomwatch.snapshot import Snapshot, devices
+from oomwatch.sources.discovery import Discovery, merge
+from oomwatch.sources.host import HostSource
+from oomwatch.sources.nvml import CallStats, NvmlSource
+from oomwatch.sources.proc import ProcessTable
+from oomwatch.sources.vllm.client import EngineScraper
+from oomwatch.sources.vllm.transport import ScrapeOptions
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to do every ``seconds``; ``jitter`` seconds at most before or after, to keep targets apart."""
+
+    seconds: float
+    action: Callable[[], None]
+    jitter: float = 0.0
+
+
+class Feed(Protocol):
+    """Where a daemon's observations come from: the node, or the demo."""
+
+    def jobs(self) -> Mapping[str, Job]:
+        """What has to run now, by name; asked again after each job and reload."""
+
+    def ready(self) -> str:
+        """Empty once everything has been read once, else what is still missing."""
+
+    def call_stats(self) -> CallStats: ...
+
+    def release(self) -> str:
+        """Give the driver's handles back; empty when done, else why not."""
+
+    def resume(self) -> None: ...
+
+    def configure(self, config: Config) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Engine:
+    """An engine that is watched. ``settings`` is what its scraper was made from."""
+
+    facts: EngineFacts
+    settings: object
+    scraper: EngineScraper | None
+
+
+class NodeFeed:
+    """Reads this node. ``snapshot`` answers the present, for the pids that GPUs list."""
+
+    def __init__(
+        self,
+        config: Config,
+        publish: Callable[[Observation], None],
+        snapshot: Callable[[], Snapshot],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config
+        self._publish = publish
+        self._snapshot = snapshot
+        self._clock = clock
+        self._repeats = Repeats()
+        self._lock = threading.Lock()  # over the engines: found by one job, scraped by others
+        self._engines: dict[str, _Engine] = {}
+        self._found: tuple[EngineFacts, ...] = ()
+        table = ProcessTable()
+        self._discovery = Discovery(table=table)
+        self._host = HostSource(publish, clock=clock, table=table)
+        self._host_turn = threading.Lock()
+        self._nvml = self._new_nvml()
+        self._first: set[str] = {"GPUs", "engines", "host"}
+        self._seen_pids: frozenset[int] = frozenset()
+        self._watch(self._found)
+
+    # --- what runs -------------------------------------------------------------------------------------------
+
+    def jobs(self) -> Mapping[str, Job]:
+        every = self._config.intervals
+        jobs = {
+            "gpus": Job(every.gpu, self.read_gpus),
+            "engines": Job(every.discovery, self.find_engines),
+            "host": Job(every.host, self.read_host),
+            "clock": Job(min(every.gpu, every.scrape), lambda: self._publish(Tick(self._clock()))),
+        }
+        with self._lock:
+            for name, engine in self._engines.items():
+                if engine.scraper is not None:
+                    jobs[f"engine {name}"] = Job(every.scrape, _scrape_of(self, name), min(1.0, every.scrape * 0.05))
+        return jobs
+
+    def read_gpus(self) -> None:
+        """One cycle over all devices; returns within the driver's deadlines."""
+        if self._nvml is not None:
+            self._nvml.refresh()
+            self._nvml.poll_all()
+        self._first.discard("GPUs")
+        listed = self._listed_pids()
+        if not listed <= self._seen_pids:
+            # Whose memory a new process holds is worth telling before the host's own, slower turn.
+            self.read_host()
+
+    def find_engines(self) -> None:
+        """Looks for engines on this host, and brings what is watched up to date."""
+        begin = time.monotonic()
+        error = ""
+        if self._config.discovery.enabled:
+            try:
+                self._found = self._discovery.find()
+            except OSError as problem:
+                self._found = ()
+                error = f"cannot look through the host's processes: {problem}"
+            self._publish(SourceRun(self._clock(), "discovery", "", not error, time.monotonic() - begin, error))
+            self._note("discovery", "discovery", error)
+        else:
+            self._found = ()
+        self._watch(self._found)
+        self._first.discard("engines")
+
+    def scrape(self, name: str) -> None:
+        """Scrapes one engine; returns within its timeout."""
+        with self._lock:
+            engine = self._engines.get(name)
+        if engine is None or engine.scraper is None:
+            return
+        scrape = engine.scraper.scrape(engine.facts)
+        with self._lock:
+            if self._engines.get(name) is not engine:
+                return  # it left the list meanwhile: what was read is nobody's
+        self._publish(scrape)
+        self._publish(SourceRun(scrape.t, "vllm", name, scrape.answered, scrape.seconds, scrape.error))
+        self._note(f"engine {name}", "engine", "" if scrape.answered else scrape.error, engine=name)
+
+    def read_host(self) -> None:
+        """Reads the processes of engines and of the GPUs' lists, and the host's memory."""
+        with self._lock:
+            roots = {name: engine.facts.pids or () for name, engine in self._engines.items()}
+        with self._host_turn:
+            listed = self._listed_pids()
+            self._host.read(roots, listed)
+            self._seen_pids = listed
+        self._first.discard("host")
+
+    def engine_names(self) -> tuple[str, ...]:
+        """Engines that have a page to scrape."""
+        with self._lock:
+            return tuple(name for name, engine in self._engines.items() if engine.scraper is not None)
+
+    # --- life ------------------------------------------------------------------------------------------------
+
+    def ready(self) -> str:
+        return f"not read yet: {', '.join(sorted(self._first))}" if self._first else ""
+
+    def call_stats(self) -> CallStats:
+        return self._nvml.call_stats() if self._nvml is not None else {}
+
+    def release(self) -> str:
+        if self._nvml is None:
+            return "GPUs are not read (nvml.enabled is false), so there is nothing to give back"
+        self._nvml.release(self._config.nvml.release_for)
+        report = self._snapshot().driver
+        _log.info(
+            "driver released", seconds=self._config.nvml.release_for, before=report.state if report else "unknown"
+        )
+        return ""
+
+    def resume(self) -> None:
+        if self._nvml is not None:
+            self._nvml.resume()
+
+    def configure(self, config: Config) -> None:
+        """Takes over a new configuration; what did not change goes on undisturbed."""
+        before, self._config = self._config, config
+        if config.nvml != before.nvml or config.intervals.processes_every != before.intervals.processes_every:
+            if self._nvml is not None:
+                self._nvml.close()
+            self._nvml = self._new_nvml()
+        self._watch(self._found if config.discovery.enabled else ())
+
+    def close(self) -> None:
+        if self._nvml is not None:
+            self._nvml.close()
+        with self._lock:
+            engines, self._engines = list(self._engines.values()), {}
+        for engine in engines:
+            if engine.scraper is not None:
+                engine.scraper.close()
+
+    # --- engines ---------------------------------------------------------------------------------------------
+
+    def _watch(self, found: Sequence[EngineFacts]) -> None:
+        configured = {engine.name: engine for engine in self._config.engines}
+        wanted = merge([engine.facts() for engine in configured.values()], found)
+        with self._lock:
+            for facts in wanted:
+                self._watch_one(self._with_reason(facts), configured.get(facts.name))
+            for name in self._engines.keys() - {facts.name for facts in wanted}:
+                self._unwatch(name)
+
+    def _with_reason(self, facts: EngineFacts) -> EngineFacts:
+        return (
+            facts if facts.target is not None else replace(facts, no_address=self._discovery.problems.get(facts.name))
+        )
+
+    def _watch_one(self, facts: EngineFacts, settings: EngineConfig | None) -> None:
+        old = self._engines.get(facts.name)
+        options = self._options(settings)
+        made_from = (facts.target, options)
+        if old is not None and old.settings == made_from:
+            if old.facts != facts:
+                old.facts = facts
+                self._publish(EngineUpdate(self._clock(), facts))
+            return
+        if old is not None and old.scraper is not None:
+            old.scraper.close()
+        scraper = EngineScraper(facts.name, facts.target, options, self._clock) if facts.target else None
+        self._engines[facts.name] = _Engine(facts, made_from, scraper)
+        self._publish(EngineUpdate(self._clock(), facts))
+        if old is None:
+            _log.info("engine watched", engine=facts.name, target=facts.target, origin=facts.origin)
+
+    def _unwatch(self, name: str) -> None:
+        engine = self._engines.pop(name)
+        if engine.scraper is not None:
+            engine.scraper.close()
+        self._repeats.forget(f"engine {name}")
+        if engine.facts.origin == "discovery":
+            self._publish(EngineUpdate(self._clock(), engine.facts, gone=True))
+            _log.info("engine ended", engine=name)
+        else:
+            self._publish(TargetRemoved(self._clock(), "vllm", name))
+            _log.info("engine no longer configured", engine=name)
+
+    def _options(self, settings: EngineConfig | None) -> ScrapeOptions:
+        tls: TlsConfig = settings.tls if settings else self._config.discovery.tls
+        basic = settings.basic_auth if settings else None
+        return ScrapeOptions(
+            timeout=self._config.timeout(settings),
+            max_page_bytes=(settings or self._config.discovery).max_page_bytes,
+            bearer_token_file=_path(settings.bearer_token_file) if settings else None,
+            username=basic.username if basic else None,
+            password_file=_path(basic.password_file) if basic else None,
+            headers=dict(settings.headers) if settings else {},
+            ca_file=_path(tls.ca_file),
+            cert_file=_path(tls.cert_file),
+            key_file=_path(tls.key_file),
+            insecure_skip_verify=tls.insecure_skip_verify,
+            proxy_url=settings.proxy_url if settings else None,
+        )
+
+    # --- the rest --------------------------------------------------------------------------------------------
+
+    def _new_nvml(self) -> NvmlSource | None:
+        if not self._config.nvml.enabled:
+            return None
+        return NvmlSource(
+            self._publish,
+            deadline=self._config.nvml.deadline,
+            process_every=self._config.intervals.processes_every,
+            clock=self._clock,
+        )
+
+    def _listed_pids(self) -> frozenset[int]:
+        return frozenset(
+            process.pid
+            for view in devices(self._snapshot().gpus)
+            if not isinstance(view.processes, Absent)
+            for process in view.processes
+        )
+
+    def _note(self, key: str, what: str, error: str, **fields: object) -> None:
+        if error:
+            self._repeats.failed(_log, key, f"{what} cannot be read", error, **fields)
+        else:
+            self._repeats.recovered(_log, key, f"{what} can be read again", **fields)
+
+
+def _scrape_of(feed: NodeFeed, name: str) -> Callable[[], None]:
+    return lambda: feed.scrape(name)
+
+
+def _path(file: object) -> str | None:
+    return None if file is None else str(file)

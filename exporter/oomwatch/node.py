@@ -1,0 +1,435 @@
+"""The fold: observations in, in order; the node's present as an immutable snapshot out.
+
+One thread owns a :class:`Node`. It reads no clock but the observations', so a recording replays to the same snapshots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from oomwatch.attribution import Attribution, Neighbour, engine_overhead, held_memory, unowned_memory
+from oomwatch.observations import (
+    IMPLAUSIBLE,
+    MIG_ENABLED,
+    NOT_READ,
+    STALE,
+    Absent,
+    DriverReport,
+    EngineFacts,
+    EngineScrape,
+    EngineUpdate,
+    GpuPoll,
+    GpuProcess,
+    HostMemory,
+    HostProcess,
+    Maybe,
+    Memory,
+    MigInstance,
+    Observation,
+    ProcessGone,
+    RankReading,
+    SourceRun,
+    TargetRemoved,
+    Tick,
+    XidEvent,
+    known,
+)
+from oomwatch.plausibility import plausible
+from oomwatch.snapshot import (
+    EngineView,
+    GpuView,
+    HeldMemory,
+    HeldProcess,
+    MigView,
+    Snapshot,
+    SourceView,
+    XidCount,
+    devices,
+)
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Polling intervals in seconds, and how many of them may pass before a value no longer counts as the present."""
+
+    gpu: float = 15.0
+    process: float = 60.0
+    scrape: float = 15.0
+    host: float = 30.0
+    discovery: float = 15.0
+    intervals_to_stale: float = 3.0
+    forget_after: float = 24 * 3600.0
+
+    def limit(self, source: str) -> float:
+        """Seconds after which the last word of ``source`` is stale."""
+        interval = {
+            "nvml": self.gpu,
+            "process": self.process,
+            "vllm": self.scrape,
+            "host": self.host,
+            "discovery": self.discovery,
+        }[source]
+        return interval * self.intervals_to_stale
+
+
+@dataclass
+class _Gpu:
+    poll: GpuPoll
+    processes: Maybe[tuple[GpuProcess, ...]] = NOT_READ
+    processes_t: float = 0.0
+    mig_processes: dict[str, tuple[float, Maybe[tuple[GpuProcess, ...]]]] = field(default_factory=dict)
+    last_seen: float | None = None
+    last_memory: Memory | None = None
+    xids: dict[int, XidCount] = field(default_factory=dict)
+
+
+@dataclass
+class _Engine:
+    facts: EngineFacts
+    scrape: EngineScrape | None = None
+    last_answer: EngineScrape | None = None
+    healthy: Maybe[bool] = NOT_READ
+    progress: dict[str, tuple[float, ...]] = field(default_factory=dict)  # by rank: counters that only work moves
+    last_progress: float | None = None
+    restarts: int = 0
+    gone_at: float | None = None
+
+
+def _merge(old: EngineFacts, new: EngineFacts) -> EngineFacts:
+    """What is given replaces what was known; what is not given stays."""
+    given = {f.name: getattr(new, f.name) for f in fields(new) if getattr(new, f.name) is not None}
+    if old.origin == "configuration":
+        given["origin"] = "configuration"
+    return replace(old, **given)
+
+
+def _progress_counters(rank: RankReading) -> tuple[float, ...]:
+    """The counters that move if and only if the engine works, in a fixed order."""
+    finished = known(rank.finished)
+    readings = (
+        known(rank.prompt_tokens),
+        known(rank.generation_tokens),
+        known(rank.steps),
+        sum(finished.values()) if finished else None,
+    )
+    return tuple(-1.0 if value is None else value for value in readings)
+
+
+def _has_work(scrape: EngineScrape) -> bool:
+    return any((known(rank.running) or 0) + (known(rank.waiting) or 0) > 0 for rank in scrape.ranks)
+
+
+class Node:
+    """What is known of the node, folded from observations. Not thread-safe: its owner alone calls it."""
+
+    def __init__(self, cadence: Cadence | None = None, neighbours: Iterable[Neighbour] = ()) -> None:
+        self._cadence = cadence or Cadence()
+        self._neighbours = tuple(neighbours)
+        self._t = 0.0
+        self._driver: DriverReport | None = None
+        self._gpus: dict[str, _Gpu] = {}
+        self._engines: dict[str, _Engine] = {}
+        self._processes: dict[int, HostProcess] = {}
+        self._host: HostMemory | None = None
+        self._sources: dict[tuple[str, str], SourceView] = {}
+
+    def configure(self, cadence: Cadence, neighbours: Iterable[Neighbour]) -> None:
+        """Take over new settings; what is known stays known."""
+        self._cadence = cadence
+        self._neighbours = tuple(neighbours)
+
+    def apply(self, observation: Observation) -> None:
+        """Fold one observation in. Time never runs backwards: a late one counts as of now."""
+        self._t = max(self._t, observation.t)
+        match observation:
+            case GpuPoll():
+                self._apply_gpu_poll(observation)
+            case EngineScrape():
+                self._apply_scrape(observation)
+            case SourceRun():
+                self._apply_run(observation)
+            case HostProcess():
+                self._processes[observation.pid] = observation
+            case ProcessGone():
+                self._processes.pop(observation.pid, None)
+            case HostMemory():
+                self._host = observation
+            case EngineUpdate():
+                self._apply_facts(observation)
+            case XidEvent():
+                self._apply_xid(observation)
+            case DriverReport():
+                self._driver = observation
+            case TargetRemoved():
+                self._remove(observation.source, observation.target)
+            case Tick():
+                self._forget()
+
+    def snapshot(self) -> Snapshot:
+        """The present, as of the latest observation."""
+        attribution = Attribution(
+            [engine.facts for engine in self._engines.values() if engine.gone_at is None],
+            self._live_processes(),
+            self._neighbours,
+        )
+        gpus = tuple(
+            sorted(
+                (self._gpu_view(gpu, attribution) for gpu in self._gpus.values()), key=lambda gpu: (gpu.index, gpu.uuid)
+            )
+        )
+        return Snapshot(
+            t=self._t,
+            driver=self._driver,
+            gpus=gpus,
+            engines=tuple(self._engine_view(self._engines[name], gpus) for name in sorted(self._engines)),
+            host=self._host if self._host and self._fresh(self._host.t, "host") else None,
+            sources=tuple(self._source_view(self._sources[key]) for key in sorted(self._sources)),
+            unresolved_gpu_pids=self._unresolved(gpus),
+        )
+
+    # --- folding ---------------------------------------------------------------------------------------------
+
+    def _apply_gpu_poll(self, poll: GpuPoll) -> None:
+        gpu = self._gpus.get(poll.uuid)
+        if gpu is None:
+            gpu = self._gpus[poll.uuid] = _Gpu(poll)
+        gpu.poll = poll
+        if poll.processes != NOT_READ:
+            gpu.processes, gpu.processes_t = _judged(poll.processes, poll.memory), self._t
+        gpu.mig_processes = {
+            mig.uuid: (self._t, _judged(mig.processes, mig.memory))
+            if mig.processes != NOT_READ
+            else gpu.mig_processes.get(mig.uuid, (0.0, NOT_READ))
+            for mig in poll.mig
+        }
+        if isinstance(poll.memory, Memory):
+            gpu.last_seen, gpu.last_memory = self._t, poll.memory
+        elif any(isinstance(mig.memory, Memory) for mig in poll.mig):
+            gpu.last_seen = self._t
+
+    def _apply_xid(self, event: XidEvent) -> None:
+        gpu = self._gpus.get(event.uuid)
+        if gpu is None:
+            gpu = self._gpus[event.uuid] = _Gpu(GpuPoll(event.t, event.uuid, -1, "", NOT_READ))
+        count = gpu.xids[event.code].count + 1 if event.code in gpu.xids else 1
+        gpu.xids[event.code] = XidCount(event.code, count, self._t)
+
+    def _apply_facts(self, update: EngineUpdate) -> None:
+        engine = self._engines.get(update.facts.name)
+        if engine is None:
+            engine = self._engines[update.facts.name] = _Engine(update.facts)
+        else:
+            engine.facts = _merge(engine.facts, update.facts)
+        if update.gone:
+            engine.gone_at, engine.scrape = self._t, None
+            self._sources.pop(("vllm", update.facts.name), None)
+        else:
+            engine.gone_at = None
+
+    def _apply_scrape(self, scrape: EngineScrape) -> None:
+        engine = self._engines.get(scrape.engine)
+        if engine is None:
+            engine = self._engines[scrape.engine] = _Engine(EngineFacts(name=scrape.engine))
+        engine.scrape = scrape
+        if scrape.healthy != NOT_READ or not scrape.answered:
+            engine.healthy = scrape.healthy
+        if not scrape.answered:
+            return
+        if not isinstance(scrape.version, Absent):
+            engine.facts = replace(engine.facts, vllm_version=scrape.version)
+        self._follow_progress(engine, scrape)
+        engine.last_answer = scrape
+
+    def _follow_progress(self, engine: _Engine, scrape: EngineScrape) -> None:
+        counters = {rank.rank: _progress_counters(rank) for rank in scrape.ranks}
+        before = engine.last_answer
+        restarted = before is not None and (
+            any(
+                any(new < old for new, old in zip(now, engine.progress[rank], strict=True))
+                for rank, now in counters.items()
+                if rank in engine.progress
+            )
+            or (
+                isinstance(scrape.process_start, float)
+                and isinstance(before.process_start, float)
+                and scrape.process_start > before.process_start
+            )
+        )
+        if restarted:
+            engine.restarts += 1
+        moved = counters != engine.progress
+        if restarted or moved or engine.last_progress is None or not _has_work(scrape):
+            # Waiting for work is no lack of progress: the clock runs only while there is work.
+            engine.last_progress = self._t
+        engine.progress = counters
+
+    def _apply_run(self, run: SourceRun) -> None:
+        key = (run.source, run.target)
+        old = self._sources.get(key, SourceView(run.source, run.target, up=None))
+        self._sources[key] = replace(
+            old,
+            up=run.ok,
+            last_run=self._t,
+            last_success=self._t if run.ok else old.last_success,
+            seconds=run.seconds,
+            failures=old.failures + (not run.ok),
+            error="" if run.ok else run.error,
+        )
+
+    def _remove(self, source: str, target: str) -> None:
+        self._sources.pop((source, target), None)
+        if source == "nvml":
+            self._gpus.pop(target, None)
+        if source == "vllm":
+            self._engines.pop(target, None)
+
+    def _forget(self) -> None:
+        limit = self._cadence.limit("host")
+        self._processes = {pid: p for pid, p in self._processes.items() if self._t - p.t <= limit}
+        ended = [
+            name
+            for name, engine in self._engines.items()
+            if engine.gone_at is not None and self._t - engine.gone_at > self._cadence.forget_after
+        ]
+        for name in ended:
+            self._remove("vllm", name)
+
+    # --- viewing ---------------------------------------------------------------------------------------------
+
+    def _fresh(self, t: float, source: str) -> bool:
+        return self._t - t <= self._cadence.limit(source)
+
+    def _live_processes(self) -> dict[int, HostProcess]:
+        return {pid: process for pid, process in self._processes.items() if self._fresh(process.t, "host")}
+
+    def _unresolved(self, gpus: Iterable[GpuView]) -> Maybe[int]:
+        if not any(self._fresh(process.t, "host") for process in self._processes.values()):
+            return NOT_READ
+        listed = {
+            process.pid
+            for view in devices(gpus)
+            if not isinstance(view.processes, Absent)
+            for process in view.processes
+        }
+        return len(listed - self._processes.keys())
+
+    def _gpu_view(self, gpu: _Gpu, attribution: Attribution) -> GpuView:
+        poll = gpu.poll
+        fresh = self._fresh(poll.t, "nvml")
+        # A parent's list repeats what its slices' lists say, where it may be read at all.
+        sliced = known(poll.mig_enabled) is True or bool(poll.mig)
+        listed: Maybe[tuple[GpuProcess, ...]] = MIG_ENABLED if sliced else gpu.processes
+        processes = self._listed(fresh, gpu.processes_t, listed, attribution)
+        memory = poll.memory if fresh else STALE
+        return GpuView(
+            uuid=poll.uuid,
+            index=poll.index,
+            name=poll.name,
+            poll=poll if fresh else None,
+            memory=memory,
+            processes=processes,
+            held=_held(processes),
+            unowned=unowned_memory(memory, processes, sliced=sliced, unified=poll.unified),
+            mig=tuple(self._mig_view(gpu, mig, attribution) for mig in poll.mig) if fresh else (),
+            xids=tuple(gpu.xids[code] for code in sorted(gpu.xids)),
+            last_seen=gpu.last_seen,
+            last_memory=gpu.last_memory,
+        )
+
+    def _mig_view(self, gpu: _Gpu, mig: MigInstance, attribution: Attribution) -> MigView:
+        processes = self._listed(True, *gpu.mig_processes[mig.uuid], attribution)
+        return MigView(
+            uuid=mig.uuid,
+            gi=mig.gi,
+            ci=mig.ci,
+            memory=mig.memory,
+            processes=processes,
+            held=_held(processes),
+            unowned=unowned_memory(mig.memory, processes, sliced=False, unified=False),
+        )
+
+    def _listed(
+        self, fresh: bool, t: float, listed: Maybe[tuple[GpuProcess, ...]], attribution: Attribution
+    ) -> Maybe[tuple[HeldProcess, ...]]:
+        if isinstance(listed, Absent):
+            return listed
+        if not fresh or not self._fresh(t, "process"):
+            return STALE
+        return tuple(attribution.held(process) for process in listed)
+
+    def _engine_view(self, engine: _Engine, gpus: tuple[GpuView, ...]) -> EngineView:
+        state, error = self._engine_state(engine)
+        scrape = engine.scrape
+        answered = scrape is not None and scrape.answered and self._fresh(scrape.t, "vllm")
+        gone = engine.gone_at is not None
+        memory: Maybe[Mapping[str, int]] = NOT_READ if gone else _engine_memory(engine.facts.name, gpus)
+        return EngineView(
+            facts=engine.facts,
+            state=state,
+            error=error,
+            scrape=scrape if answered else None,
+            last_answer=engine.last_answer,
+            last_seen=engine.last_answer.t if engine.last_answer else None,
+            last_progress=engine.last_progress,
+            restarts=engine.restarts,
+            processes=tuple(
+                sorted(
+                    (p for p in self._live_processes().values() if p.engine == engine.facts.name), key=lambda p: p.pid
+                )
+            ),
+            gpu_memory=memory,
+            overhead=engine_overhead(engine.facts, memory, engine.facts.name, gpus),
+        )
+
+    def _engine_state(self, engine: _Engine) -> tuple[str, str]:
+        scrape = engine.scrape
+        if engine.gone_at is not None:
+            return "gone", "its processes have ended"
+        if scrape is None:
+            if engine.facts.target is None:
+                return "no_address", engine.facts.no_address or "where its /metrics is reached is not known"
+            return "unknown", "not scraped yet"
+        if not self._fresh(scrape.t, "vllm"):
+            return "unknown", f"no scrape for {self._t - scrape.t:.0f} s"
+        if not scrape.answered:
+            return scrape.state, scrape.error
+        if known(engine.healthy) is False:
+            return "dead", "the API server answers, but its /health says that the engine core has died"
+        if any(known(rank.sleep_level) not in (None, "awake") for rank in scrape.ranks):
+            return "sleeping", ""
+        still = self._t - (engine.last_progress if engine.last_progress is not None else self._t)
+        if _has_work(scrape) and still >= self._cadence.limit("vllm"):
+            return "frozen", f"requests are there, and no counter has moved for {still:.0f} s"
+        return scrape.state, scrape.error
+
+    def _source_view(self, source: SourceView) -> SourceView:
+        if source.last_run is not None and not self._fresh(source.last_run, source.source):
+            return replace(source, up=None, error=f"silent for {self._t - source.last_run:.0f} s")
+        return source
+
+
+def _judged(processes: Maybe[tuple[GpuProcess, ...]], memory: Maybe[Memory]) -> Maybe[tuple[GpuProcess, ...]]:
+    if not isinstance(processes, Absent) and not plausible(processes, memory):
+        return IMPLAUSIBLE
+    return processes
+
+
+def _held(processes: Maybe[tuple[HeldProcess, ...]]) -> Maybe[tuple[HeldMemory, ...]]:
+    return processes if isinstance(processes, Absent) else held_memory(processes)
+
+
+def _engine_memory(engine: str, gpus: Iterable[GpuView]) -> Maybe[Mapping[str, int]]:
+    """Bytes by device (or slice) that the engine's processes hold; Absent where no list could be read."""
+    by_device: dict[str, int] = {}
+    reason: Absent | None = None
+    for view in devices(gpus):
+        if isinstance(view.held, Absent):
+            reason = reason or view.held
+            continue
+        for held in view.held:
+            if held.holder.kind == "engine" and held.holder.name == engine:
+                by_device[view.uuid] = held.used
+    if not by_device and reason is not None:
+        return reason
+    return by_device
