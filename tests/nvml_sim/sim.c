@@ -23,7 +23,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define HANDLE_MAGIC 0x51d0cafeu
-#define STUCK_WRITER_MS 1000
+#define STUCK_WRITER_MS 10000
 #define STRUCT_VERSION(type, version) ((unsigned int)(sizeof(type) | (version) << 24))
 
 /* Drivers around 535.54 wrote entries of 32 bytes through the same symbols. */

@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -75,6 +75,11 @@ def processes(handle: Any) -> Any:
     return pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
 
 
+def start(program: str, library: Path, sim: Sim) -> subprocess.Popen[str]:
+    variables = os.environ | environment(library, sim)
+    return subprocess.Popen([sys.executable, "-c", program], env=variables, stdout=subprocess.PIPE, text=True)
+
+
 def uuids() -> list[str]:
     return [
         pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index))
@@ -121,11 +126,11 @@ C_RECORDS = {
 
 def same_layout(c_type: str, structure: type[ctypes.Structure]) -> list[str]:
     """C assertions that hold when the C type has the size, and the fields the offsets, of the ctypes structure."""
-    offsets = {name: getattr(structure, name).offset for name, *_ in structure._fields_}
-    fields = [
-        f'_Static_assert(offsetof({c_type}, {name}) == {offset}, "{c_type}.{name}");'
-        for name, offset in offsets.items()
-    ]
+    fields = []
+    for name, *_ in structure._fields_:
+        place = getattr(structure, name)
+        same = f"offsetof({c_type}, {name}) == {place.offset} && sizeof((({c_type} *)0)->{name}) == {place.size}"
+        fields.append(f'_Static_assert({same}, "{c_type}.{name}");')
     return [f'_Static_assert(sizeof({c_type}) == {ctypes.sizeof(structure)}, "{c_type}");', *fields]
 
 
@@ -353,29 +358,37 @@ def test_memory_version_2_needs_its_version(nvml: Any) -> None:
         nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(0), 0x02000018)
 
 
-def test_a_reader_never_sees_half_a_change(nvml: Any, sim: Sim) -> None:
+def test_a_reader_waits_for_the_end_of_a_change(nvml: Any, sim: Sim) -> None:
     handle = nvml.nvmlDeviceGetHandleByIndex(0)
-    sim.set_memory(0, total=4 * MIB, reserved=MIB, used=MIB)
-    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        with sim.write():
+            sim.set_memory(0, used=GIB)
+            reading = pool.submit(memory, handle)
+            sim.wait_inflight(Family.MEMORY, 1, DEADLINE)
+            sim.set_memory(0, reserved=2 * GIB)
+        assert (reading.result(DEADLINE).used, reading.result().reserved) == (GIB, 2 * GIB)
 
-    def read_until_stopped() -> tuple[int, list[tuple[int, int, int]]]:
-        torn, reads = [], 0
-        while not stop.is_set():
-            now = memory(handle)
-            reads += 1
-            if (now.total, now.reserved) != (4 * now.used, now.used):
-                torn.append((now.total, now.reserved, now.used))
-        return reads, torn
 
-    with ThreadPoolExecutor(2) as pool:
-        readers = [pool.submit(read_until_stopped) for _ in range(2)]
-        for unit in range(1, 3000):
-            sim.set_memory(0, total=4 * unit, reserved=unit, used=unit)
-        stop.set()
-        for reader in readers:
-            reads, torn = reader.result(DEADLINE)
-            assert torn == []
-            assert reads > 0
+def test_a_reader_in_another_process_never_sees_half_a_change(nvml_library: Path, sim: Sim) -> None:
+    program = """
+import pynvml
+pynvml.nvmlInit()
+handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+reads = (pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2) for _ in range(30_000))
+seen = {(now.total, now.reserved, now.used) for now in reads}
+print(len(seen) > 1, [now for now in seen if now != (4 * now[2], now[2], now[2])])
+"""
+    units = itertools.cycle(range(1, 1000))
+    sim.set_memory(0, total=4, reserved=1, used=1)
+    with start(program, nvml_library, sim) as process:
+        try:
+            give_up = time.monotonic() + DEADLINE
+            while process.poll() is None and time.monotonic() < give_up:
+                unit = next(units)
+                sim.set_memory(0, total=4 * unit, reserved=unit, used=unit)
+            assert process.communicate(timeout=1)[0] == "True []\n"
+        finally:
+            process.kill()
 
 
 def test_unified_memory_has_processes_but_no_memory_figures(nvml_library: Path, make_sim: Callable[..., Sim]) -> None:
@@ -674,11 +687,6 @@ def test_a_hung_call_returns_when_released_and_others_go_on(nvml: Any, sim: Sim)
             sim.release(Family.MEMORY, device=0)
         assert hung.result(DEADLINE).used == GIB
     assert sim.inflight() == 0
-
-
-def start(program: str, library: Path, sim: Sim) -> subprocess.Popen[str]:
-    variables = os.environ | environment(library, sim)
-    return subprocess.Popen([sys.executable, "-c", program], env=variables, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_signal_waits_for_a_call_that_hangs_in_the_main_thread(nvml_library: Path, sim: Sim) -> None:
