@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from oomwatch.exposition import ConfigStatus, SnapshotCollector, registry, render
@@ -45,6 +46,11 @@ def samples(snapshot: Snapshot, process_series: int = 32) -> Mapping[Series, flo
     """Every series on the page with its value."""
     families = text_string_to_metric_families(own_page(snapshot, process_series))
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def strictly_parsed(openmetrics_page: bytes) -> list[Metric]:
+    """The families of an OpenMetrics page; a ValueError for whatever breaks its rules."""
+    return list(parse_openmetrics(openmetrics_page.decode()))  # type: ignore[no-untyped-call]  # not annotated there
 
 
 def values(snapshot: Snapshot, name: str, process_series: int = 32, **labels: str) -> list[float]:

@@ -234,7 +234,7 @@ def crowded(gpus: int, processes: int, engines: int) -> Snapshot:
         listed = tuple(
             engine_process(1000 * index + number, GIB, f"engine-{number}")
             if number < engines
-            else HeldProcess(1000 * index + number, number * MIB, UNKNOWN, "python3")
+            else HeldProcess(1000 * index + number, number * 1024, UNKNOWN, "python3")
             for number in range(processes)
         )
         views.append(gpu(index, listed))

@@ -209,7 +209,7 @@ def _put_gpu(page: _Page, gpu: GpuView, most: int, overheads: Mapping[str, Mappi
         _put_poll(page, poll)
     failed = (poll.errors() if poll else {}) | _reasons(gpu)
     for reading, reason in failed.items():
-        page.put("oomwatch_gpu_reading_absent", 1, uuid, reading, reason)
+        page.put("oomwatch_gpu_value_absent", 1, uuid, reading, reason)
     counts = dict.fromkeys(WATCHED_XIDS, 0) | {xid.code: xid.count for xid in gpu.xids}
     for code, count in sorted(counts.items()):
         page.put("oomwatch_gpu_xid_errors_total", count, uuid, str(code))
@@ -245,7 +245,7 @@ def _put_mig(page: _Page, gpu: str, mig: MigView, most: int) -> None:
     _put_memory(page, "oomwatch_mig", mig, labels)
     _put_processes(page, "oomwatch_mig", mig.processes, most, labels)
     for reading, reason in _reasons(mig).items():
-        page.put("oomwatch_mig_reading_absent", 1, *labels, reading, reason)
+        page.put("oomwatch_mig_value_absent", 1, *labels, reading, reason)
 
 
 def _reasons(view: GpuView | MigView) -> dict[str, str]:
@@ -345,8 +345,8 @@ def _put_engine(page: _Page, engine: EngineView, parents: Mapping[str, str]) -> 
     for rank in scrape.ranks if scrape else ():
         _put_rank(page, name, rank)
     for family, by_device in (
-        ("oomwatch_engine_gpu_memory_bytes", engine.gpu_memory),
-        ("oomwatch_engine_gpu_memory_overhead_bytes", engine.overhead),
+        ("oomwatch_engine_device_memory_bytes", engine.gpu_memory),
+        ("oomwatch_engine_device_memory_overhead_bytes", engine.overhead),
     ):
         for device, value in (known(by_device) or {}).items():
             gpu, mig = (parents[device], device) if device in parents else (device, "")

@@ -181,7 +181,7 @@ def _nvml() -> Iterator[Family]:
 
 def _memory(section: str, prefix: str, labels: tuple[str, ...]) -> Iterator[Family]:
     """What a device and a slice have in common."""
-    unread = f"memory cannot be read ({prefix}_reading_absent says why)"
+    unread = f"memory cannot be read ({prefix}_value_absent says why)"
     family = partial(Family, section=section, cadence=EVERY_GPU, labels=labels, absent=unread)
     listed = partial(family, cadence=EVERY_PROCESSES)
     ratio = "A used ratio is used / (total - reserved)."
@@ -253,7 +253,7 @@ def _memory(section: str, prefix: str, labels: tuple[str, ...]) -> Iterator[Fami
 
 def _gpus() -> Iterator[Family]:
     section = "GPUs"
-    unsupported = "the device does not support it, or it cannot be read (oomwatch_gpu_reading_absent says why)"
+    unsupported = "the device does not support it, or it cannot be read (oomwatch_gpu_value_absent says why)"
     family = partial(Family, section=section, cadence=EVERY_GPU, labels=("gpu",), absent=unsupported)
     yield family(
         "oomwatch_gpu_info",
@@ -271,9 +271,9 @@ def _gpus() -> Iterator[Family]:
         absent="it was never read",
     )
     yield family(
-        "oomwatch_gpu_reading_absent",
-        "1 for each reading of a device that has no value, with the reason: NVML's error without NVML_ERROR_, HUNG, "
-        "IMPLAUSIBLE or STALE.",
+        "oomwatch_gpu_value_absent",
+        "1 for each reading of a device that has no value, with the reason: NVML's error without NVML_ERROR_, or HUNG, "
+        "IMPLAUSIBLE, MIG_ENABLED, STALE.",
         "the NVML call of that reading",
         labels=("gpu", "reading", "reason"),
         absent="the reading has a value",
@@ -347,8 +347,8 @@ def _mig() -> Iterator[Family]:
         absent="the device was not read lately",
     )
     yield family(
-        "oomwatch_mig_reading_absent",
-        "1 for each reading of a slice that has no value, with the reason, as in oomwatch_gpu_reading_absent.",
+        "oomwatch_mig_value_absent",
+        "1 for each reading of a slice that has no value, with the reason, as in oomwatch_gpu_value_absent.",
         "the NVML call of that reading",
         labels=("gpu", "mig", "reading", "reason"),
         absent="the reading has a value",
@@ -424,13 +424,13 @@ def _engines() -> Iterator[Family]:
     )
     held = partial(family, cadence=EVERY_PROCESSES, labels=("engine", "gpu", "mig"))
     yield held(
-        "oomwatch_engine_gpu_memory_bytes",
+        "oomwatch_engine_device_memory_bytes",
         "Device memory that the engine's processes hold; mig is empty but for a slice.",
         _LIST_CALL,
         absent=f"the engine's processes are not known, or {_SUM_ABSENT}",
     )
     yield held(
-        "oomwatch_engine_gpu_memory_overhead_bytes",
+        "oomwatch_engine_device_memory_overhead_bytes",
         "Device memory that the engine's processes hold beyond weights and KV pool: contexts, libraries, graphs.",
         f"{_LIST_CALL} less the known components",
         absent="one of the components is not known",
@@ -617,6 +617,8 @@ FAMILIES: tuple[Family, ...] = (
 
 _MARKDOWN_HEAD = """\
 # Metrics
+
+<!-- Made from exporter/oomwatch/families.py by python -m oomwatch.docs: change the table there, not this file. -->
 
 Everything below is served at `/metrics`. Nothing is read during a scrape of it: each source runs at its own interval
 (`intervals` in the configuration), and a page shows what was read last, all of it of one moment. A value that is not
