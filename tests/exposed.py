@@ -53,11 +53,10 @@ def strictly_parsed(openmetrics_page: bytes) -> list[Metric]:
     return list(parse_openmetrics(openmetrics_page.decode()))  # type: ignore[no-untyped-call]  # not annotated there
 
 
-def values(snapshot: Snapshot, name: str, process_series: int = 32, **labels: str) -> list[float]:
+def values(page: Snapshot | Mapping[Series, float], name: str, /, **labels: str) -> list[float]:
     """The values of the series of that name that have these labels at least."""
-    wanted = labels.items()
-    found = samples(snapshot, process_series).items()
-    return [value for (series, own), value in found if series == name and wanted <= own]
+    shown = samples(page) if isinstance(page, Snapshot) else page
+    return [value for (series, own), value in shown.items() if series == name and labels.items() <= own]
 
 
 def names(snapshot: Snapshot) -> set[str]:

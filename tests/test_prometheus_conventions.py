@@ -222,8 +222,8 @@ class TestCardinality:
             dict(labels)["pid"] for name, labels in samples(snapshot, 6) if name == "oomwatch_gpu_process_memory_bytes"
         ]
         assert set(shown) == {"0", "1", "2", "3", "63", "62"}
-        assert values(snapshot, "oomwatch_gpu_omitted_processes", 6) == [58]
-        assert values(snapshot, "oomwatch_gpu_processes", 6) == [64]
+        assert values(samples(snapshot, 6), "oomwatch_gpu_omitted_processes") == [58]
+        assert values(samples(snapshot, 6), "oomwatch_gpu_processes") == [64]
 
     def test_the_processes_of_an_engine_are_summed_by_role_and_rank(self) -> None:
         helpers = tuple(replace(host_process(5000 + n, "other"), start=NOW - n) for n in range(200))
