@@ -33,6 +33,7 @@ class Pipeline:
         self._thread = threading.Thread(target=self._run, name="pipeline", daemon=True)
         self.current: Snapshot = EMPTY
         self.failures = 0
+        self._swaps = 0
 
     def publish(self, observation: Observation) -> None:
         self._queue.put(observation)
@@ -64,6 +65,12 @@ class Pipeline:
                     return None
                 self._swapped.wait(left)
             return self.current
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until everything published before is in ``current``; False when that took longer than ``seconds``."""
+        folded: list[int] = []
+        self.on_node(lambda _: folded.append(self._swaps))
+        return self.wait_for(lambda _: bool(folded) and self._swaps > folded[0], seconds) is not None
 
     def _run(self) -> None:
         while True:
@@ -98,4 +105,5 @@ class Pipeline:
             snapshot = EMPTY
         with self._swapped:
             self.current = snapshot
+            self._swaps += 1
             self._swapped.notify_all()
