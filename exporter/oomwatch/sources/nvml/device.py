@@ -111,18 +111,21 @@ class Device:
         self._unified = False
         self._mig = False
         self._slices: dict[str, tuple[int, int]] = {}
-        self._until_full = 0
+        self._until_full = 0  # polls
+        self._full_next = False
 
     def read_all_next(self) -> None:
-        self._until_full = 0
+        """Whatever the poll that runs now may find, the next one leaves nothing out."""
+        self._full_next = True
 
     def poll(self) -> GpuPoll:
         begin = time.monotonic()
+        full = self._until_full <= 0 or self._full_next
+        self._full_next = False
         memory = self._read_memory()
         if isinstance(memory, Absent) and (memory.reason in GONE or self.handle is None):
             self._until_full = 0
             return self.describe(memory, memory, seconds=time.monotonic() - begin)
-        full = self._until_full <= 0
         mig_enabled, slices = self._read_mig(full)
         processes: Maybe[tuple[GpuProcess, ...]] = NOT_READ
         if full or self._unified:

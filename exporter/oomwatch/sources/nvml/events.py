@@ -68,7 +68,7 @@ class XidWatcher:
         while self._gate.is_open and not self._stopping.is_set():
             events = self._nvml.call("nvmlEventSetCreate", pynvml.nvmlEventSetCreate)
             if isinstance(events, Absent):
-                self._gate.wait_for_closing(math.inf if events.reason in _LASTING else _RETRY_AFTER)
+                self._gate.wait_for_closing(None if events.reason in _LASTING else _RETRY_AFTER)
                 continue
             try:
                 self._watch(events)

@@ -144,6 +144,7 @@ class Gate:
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._inside, wait)
 
-    def wait_for_closing(self, wait: float) -> None:
+    def wait_for_closing(self, wait: float | None) -> None:
+        """Returns when the gate closes, or after ``wait`` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._open, wait)
