@@ -226,7 +226,9 @@ class EngineConfig(Section):
         headers = data.get("headers")
         if isinstance(headers, Mapping) and "authorization" in {str(name).lower() for name in headers}:
             yield Contradiction(("headers",), "Authorization belongs in bearer_token_file or basic_auth")
-        if data.get("tls") and str(data.get("url", "")).lower().startswith("http://"):
+        tls = data.get("tls")
+        used = isinstance(tls, Mapping) and any(tls.values())
+        if used and str(data.get("url", "")).lower().startswith("http://"):
             yield Contradiction(("tls",), "of no effect with an http:// URL. Make it https:// or take tls out")
 
     @property
@@ -438,6 +440,8 @@ FLAGS: Mapping[str, KeyPath] = {
 OTHER_VARIABLES: Mapping[str, str] = {"OOMWATCH_CONFIG_FILE": "The configuration file, as --config.file names it."}
 """Variables that begin like settings and are read elsewhere, with their meaning."""
 
+_TESTS = "OOMWATCH_TESTS_"  # what the project's own tests are told, and hand on to the daemons that they start
+
 # Kubernetes adds these for every Service whose name begins with oomwatch.
 _SERVICE_LINK = re.compile(
     r"OOMWATCH_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"
@@ -508,6 +512,8 @@ def _from_environment(env: Mapping[str, str]) -> tuple[Layer, list[Problem]]:
     for variable, text in env.items():
         if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or not text.strip():
             continue
+        if variable.startswith(_TESTS):
+            continue
         if variable in known:
             problems += _put_variable(layer, known[variable], text)
         elif not _SERVICE_LINK.fullmatch(variable) and not _SERVICE_ADDRESS.match(text):
@@ -522,7 +528,8 @@ def _unknown_variable(variable: str, known: Mapping[str, Setting]) -> str:
     inside = [name for name in known if name.startswith(f"{variable}__")]
     if inside:
         return f"a section cannot be set as a whole. Its keys can: {', '.join(inside)}."
-    hint = did_you_mean(variable, [*known, *OTHER_VARIABLES])
+    hint = did_you_mean(variable.removeprefix(PREFIX), [name.removeprefix(PREFIX) for name in known])
+    hint = hint.replace('"', f'"{PREFIX}', 1)
     return f"unknown variable.{hint or ' docs/configuration.md lists all of them.'}"
 
 
@@ -582,7 +589,7 @@ def check_files(config: Config, places: Layer | None = None) -> list[Problem]:
     ]
     if config.web.config_file and not faults["web", "config_file"]:
         problems += check_web_config(config.web.config_file)
-    return problems
+    return in_order(problems)
 
 
 def _file_fault(path: KeyPath, file: Path) -> str:

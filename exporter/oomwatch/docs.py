@@ -191,7 +191,8 @@ def _keys(section: type[Section], variable: tuple[str, ...] | None = None) -> st
         headings.insert(4, "Environment variable")
     rows = []
     for path, found in _leaves(section):
-        row = [f"`{'.'.join(path)}`", found.type_name, _default(found), _allowed(found), found.info.description or ""]
+        default = _default(found, inside=path[:-1])
+        row = [f"`{'.'.join(path)}`", found.type_name, default, _allowed(found), found.info.description or ""]
         if variable:
             row.insert(4, f"`{PREFIX}{'__'.join((*variable, *path)).upper()}`")
         rows.append(row)
@@ -206,9 +207,9 @@ def _leaves(section: type[Section], path: tuple[str, ...] = ()) -> Iterable[tupl
             yield (*path, name), found
 
 
-def _default(found: Described) -> str:
+def _default(found: Described, inside: tuple[str, ...]) -> str:
     if found.info.is_required():
-        return "required"
+        return f"required in {'.'.join(inside)}" if inside else "required"
     value = found.info.get_default(call_default_factory=True)
     text = found.shown(value)
     return f"`{text}`" if text and text not in ("[]", "{}") else ""

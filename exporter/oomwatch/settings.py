@@ -155,6 +155,9 @@ def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int:
 _Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
 
 
+_PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "bool", "int", "float", "null"))
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes what the loader would not take for text."""
 
@@ -191,13 +194,17 @@ class _Reader:
             raise _Endless
         self.open.add(id(node))
         try:
+            if node.tag not in _PLAIN_TAGS:
+                tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+                self.problem(node, path, f"a tag ({tag}). Plain values only.")
+                return None
             if isinstance(node, yaml.MappingNode):
                 return self.mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
                 return [self.item(child, (*path, index)) for index, child in enumerate(node.value)]
             return self.loader.construct_object(node)
-        except yaml.constructor.ConstructorError as error:
-            self.problem(node, path, f"{error.problem}; plain YAML values only.")
+        except (ValueError, KeyError):
+            self.problem(node, path, f"not of the type that its tag ({node.tag.rpartition(':')[2]}) says.")
             return None
         finally:
             self.open.discard(id(node))
@@ -236,7 +243,7 @@ _YAML_ADVICE = {
     "mapping values are not allowed here": "a second colon in one line, or the line is indented too far. "
     "Put a text that holds a colon in quotes",
     "found character '\\t' that cannot start any token": "a tab. Indent with spaces",
-    "expected a single document in the stream": "a second document after ---. Keep one",
+    "but found another document": "a second document after ---. Keep one",
 }
 _YAML_ENDS = "the text ends in the middle of a value. A bracket or a quote is left open"
 
@@ -323,8 +330,8 @@ def read_secret(path: Path) -> str:
         raise ValueError("not UTF-8 text") from error
     if not text.strip():
         raise ValueError("empty")
-    if any(ord(character) < 32 for character in text):
-        raise ValueError("more than one line, or control characters")
+    if re.search(r"[\x00-\x1f]", text):
+        raise ValueError("more than one line")
     return text
 
 
@@ -345,7 +352,7 @@ def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | Non
             return "the key is protected by a password. Give one without"
         if "KEY_VALUES_MISMATCH" in str(error.reason):
             return "certificate and key do not belong together"
-        return f"{key or certificate} does not hold a certificate with its key in PEM form"
+        return f"{key or certificate} holds no certificate with its key in PEM form"
     except OSError as error:
         return f"certificate or key cannot be read: {(error.strerror or str(error)).lower()}"
     return ""
@@ -536,7 +543,7 @@ class Described:
 
     @property
     def kind(self) -> Kind | None:
-        return next((item for item in self.metadata if isinstance(item, Kind)), None)
+        return next((item for item in reversed(self.metadata) if isinstance(item, Kind)), None)
 
     @property
     def section(self) -> type[Section] | None:
@@ -652,7 +659,12 @@ def validate(section: type[S], layer: Layer, otherwise: Origin) -> tuple[S | Non
         return section.model_validate(layer.data), []
     except ValidationError as error:
         problems = [_problem(section, layer, line, otherwise) for line in error.errors(include_url=False)]
-    return None, sorted(problems, key=_by_place)
+    return None, in_order(problems)
+
+
+def in_order(problems: Iterable[Problem]) -> list[Problem]:
+    """By line and column, those of environment variables and flags last."""
+    return sorted(problems, key=_by_place)
 
 
 def _by_place(problem: Problem) -> tuple[bool, str, int, int]:
@@ -693,11 +705,19 @@ _SHAPES = {
     "dict_type": "keys and values are expected here",
     "tuple_type": "a list is expected here",
 }
+_TYPES = {
+    "int": "not a whole number",
+    "float": "not a number",
+    "finite_number": "not a number",
+    "bool": "not a boolean",
+    "path": "not a file's name",
+}
 
 
 def without_credentials(text: str) -> str:
-    """The text with what stands before the @ in URLs masked."""
-    return re.sub(r"//[^/\s]*@", f"//{MASK}@", text)
+    """The text with what stands before the @ and after the ? in URLs masked."""
+    text = re.sub(r"//[^/\s]*@", f"//{MASK}@", text)
+    return re.sub(r"(//[^?\s]*\?)\S+", rf"\1{MASK}", text)
 
 
 def _quoted(value: object) -> str:
@@ -707,7 +727,8 @@ def _quoted(value: object) -> str:
 
 
 def _sentence(kind: str, line: Any, value: object, found: Described | None) -> str:
-    said: str = line["ctx"]["message"] if kind == "plain" else _SHAPES.get(kind, "not allowed")
+    of_type = next((text for name, text in _TYPES.items() if kind.startswith(name)), "not allowed")
+    said: str = line["ctx"]["message"] if kind == "plain" else _SHAPES.get(kind, of_type)
     tellable = isinstance(value, (str, int, float)) and not (found and found.kind and found.kind.secret)
     shown = _quoted(value) if tellable else ""
     if kind == "string_type" and shown:

@@ -38,6 +38,7 @@ from oomwatch.settings import (
     Section,
     Texts,
     did_you_mean,
+    in_order,
     load_certificate,
     named_files,
     read_text,
@@ -253,7 +254,7 @@ def load_web_config(path: Path) -> WebConfig:
     config, invalid = validate(WebConfig, layer, Origin(str(path)))
     problems += invalid
     if problems or config is None:
-        raise ConfigError(problems)
+        raise ConfigError(in_order(problems))
     return config
 
 
