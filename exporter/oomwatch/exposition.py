@@ -349,7 +349,7 @@ def _put_engine(page: _Page, engine: EngineView, parents: Mapping[str, str]) -> 
         ("oomwatch_engine_device_memory_overhead_bytes", engine.overhead),
     ):
         for device, value in (known(by_device) or {}).items():
-            gpu, mig = (parents[device], device) if device in parents else (device, "")
+            gpu, mig = (parents.get(device, ""), device) if device.startswith("MIG-") else (device, "")
             page.put(family, value, name, gpu, mig)
     _put_host_processes(page, name, engine.processes)
 
