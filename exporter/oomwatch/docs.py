@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from oomwatch.config import DEFAULT_PORT, FLAGS, OTHER_VARIABLES, PREFIX, Config
+from oomwatch.families import metrics_markdown
 from oomwatch.settings import DURATION, FILE, SIZE, Described, Section, described, key_text
 from oomwatch.webconfig import CIPHER_SUITES, WebConfig
 
@@ -228,6 +229,7 @@ def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 DOCUMENTS: Mapping[str, Callable[[], str]] = {
     "configuration.md": configuration_markdown,
+    "metrics.md": metrics_markdown,
 }
 """File names in docs/, and the functions that make their text."""
 
