@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from oomwatch.observations import Absent, HostMemory, HostProcess, Maybe, Observation, ProcessGone, SourceRun
@@ -228,12 +228,8 @@ def _roles_of_launchers(processes: Collection[HostProcess]) -> list[HostProcess]
     """With several API servers, which carry titles, the first process only launches them."""
     titled = {p.engine for p in processes if p.role == "api_server" and role_of(p.name)[0] == "api_server"}
     return [
-        _with_role(p, "other")
+        replace(p, role="other")
         if p.role == "api_server" and p.engine in titled and role_of(p.name)[0] != "api_server"
         else p
         for p in processes
     ]
-
-
-def _with_role(process: HostProcess, role: str) -> HostProcess:
-    return HostProcess(**{**process.__dict__, "role": role})
