@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pynvml
 import pytest
 
 from oomwatch.observations import HUNG, Absent, GpuPoll, GpuProcess, Memory, TargetRemoved
-from tests.nvml_sim import GIB, Family, Gpu, Process
+from tests.nvml_sim import GIB, Family, Gpu, Process, Sim, environment
 from tests.sources.nvml.conftest import Watch, Watched, until
 
 
@@ -78,24 +83,24 @@ def test_a_process_list_that_fails_is_asked_for_again_in_the_next_poll(watch: Wa
 
 
 def test_a_hung_device_delays_neither_the_others_nor_the_caller(watch: Watch) -> None:
-    watched = watch(3, deadline=0.5)
+    watched = watch(3, deadline=1.5)
     watched.sim.hang(Family.MEMORY, 1)
     watched.seen.clear()
     begin = time.monotonic()
     poller = threading.Thread(target=watched.source.poll_all, daemon=True)
     poller.start()
     first_two = watched.seen.wait(GpuPoll, 2)
-    assert time.monotonic() - begin < 0.5, "published before the deadline of the hung one"
+    assert time.monotonic() - begin < 1.5, "published before the deadline of the hung one"
     assert {poll.uuid for poll in first_two} == {watched.uuid(0), watched.uuid(2)}
-    poller.join(5)
-    assert 0.5 <= time.monotonic() - begin < 2.0
+    poller.join(10)
+    assert 1.5 <= time.monotonic() - begin < 4.0
     poll = watched.poll(1)
     assert poll.memory == poll.processes == HUNG
     assert_well(watched, 0, 2)
 
 
 def test_a_device_that_hangs_already_is_reported_at_once_and_asked_nothing_more(watch: Watch) -> None:
-    watched = watch(2, deadline=0.3)
+    watched = watch(2, deadline=0.5)
     watched.sim.hang(Family.MEMORY, 1)
     watched.source.poll_all()
     mark = watched.sim.mark()
@@ -103,12 +108,12 @@ def test_a_device_that_hangs_already_is_reported_at_once_and_asked_nothing_more(
     for _ in range(5):
         watched.source.poll_all()
         watched.source.poll(watched.uuid(1))
-    assert time.monotonic() - begin < 0.3
+    assert time.monotonic() - begin < 2.0, "ten polls, none of which waits for its deadline"
     assert watched.sim.calls(None, 1, since=mark) == 0
     assert len([poll for poll in watched.seen.polls(watched.uuid(1)) if poll.memory == HUNG]) == 11
     run = watched.seen.run(watched.uuid(1))
     assert (run.ok, run.error.split(" for ")[0]) == (False, "nvmlDeviceGetMemoryInfo_v2 has not returned")
-    assert run.seconds >= 0.3
+    assert run.seconds >= 0.5
     assert watched.seen.driver().state == "ok"
 
 
@@ -151,7 +156,20 @@ def test_closing_waits_for_no_hung_call(watch: Watch) -> None:
     watched.source.poll_all()
     begin = time.monotonic()
     watched.source.close()
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 2.5
+
+
+def test_a_process_ends_while_a_call_hangs(make_sim: Callable[..., Sim], nvml_library: Path) -> None:
+    sim = make_sim(1)
+    sim.hang(Family.MEMORY, 0)
+    program = (
+        "from oomwatch.sources.nvml import NvmlSource\n"
+        "source = NvmlSource(lambda _: None, deadline=0.3)\n"
+        "source.refresh(); source.poll_all(); source.close()\n"
+    )
+    variables = os.environ | environment(nvml_library, sim)
+    subprocess.run([sys.executable, "-c", program], env=variables, timeout=20, check=True)
+    assert sim.calls(Family.MEMORY, 0) == 1
 
 
 def test_a_closed_source_does_nothing_more(watch: Watch) -> None:

@@ -22,6 +22,8 @@ from oomwatch.plausibility import plausible, possible_pid
 T = TypeVar("T")
 Handle = Any  # pynvml's pointer to a device
 
+_LIBRARY_MISMATCH: type[Exception] | tuple[()] = getattr(pynvml, "NVMLLibraryMismatchError", ())
+
 # nvmlReturn_t by number, so that the names do not depend on the version of the binding.
 _NAMES = (
     "SUCCESS",
@@ -173,9 +175,6 @@ class Nvml:
             return None
         function, begin = min(found, key=lambda entry: entry[1])
         return function, now - begin
-
-
-_LIBRARY_MISMATCH: type[Exception] | tuple[()] = getattr(pynvml, "NVMLLibraryMismatchError", ())
 
 
 class ProcessLists:
