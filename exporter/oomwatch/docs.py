@@ -56,6 +56,7 @@ intervals:
 nvml:
   enabled: true
   deadline: 5s
+  release_for: 5m
 
 neighbours:
   - name: dcgm

@@ -1,0 +1,97 @@
+"""Documents that are made from the code say what the code does, and are up to date."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import bcrypt
+import pytest
+from click.testing import CliRunner
+
+from oomwatch.config import Config, load, settings
+from oomwatch.docs import DOCUMENTS, EXAMPLE, WEB_EXAMPLE, configuration_markdown, main, outdated
+from oomwatch.settings import Section, described, read_yaml
+from oomwatch.webconfig import WebConfig, load_web_config
+from tests.documents import REPOSITORY
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_document_is_up_to_date(name: str) -> None:
+    assert name not in outdated(REPOSITORY / "docs"), "python -m oomwatch.docs writes it anew"
+
+
+def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, found in described(section).items():
+        inner = found.section or found.sections
+        if inner:
+            yield from _keys(inner, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def _used(data: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from _used(value, (*path, str(key)))
+    elif isinstance(data, list) and any(isinstance(item, dict) for item in data):
+        for item in data:
+            yield from _used(item, path)
+    else:
+        yield path
+
+
+def test_the_example_is_valid_and_shows_nearly_every_key(tmp_path: Path) -> None:
+    file = tmp_path / "oomwatch.yaml"
+    file.write_text(EXAMPLE, encoding="utf-8")
+    config = load(file, {}, {})
+    assert [engine.name for engine in config.engines] == ["chat", "embeddings", "batch"]
+    unused = set(_keys(Config)) - set(_used(read_yaml(EXAMPLE, "")[0].data))
+    assert {".".join(path) for path in unused} == {
+        "engines.headers",  # its keys are header names
+        "engines.pids",
+        "engines.tls.insecure_skip_verify",
+        "discovery.max_page_bytes",
+        "discovery.tls.ca_file",
+        "discovery.tls.cert_file",
+        "discovery.tls.key_file",
+        "discovery.tls.insecure_skip_verify",
+        "neighbours.pod_uid",
+    }
+
+
+def test_the_web_example_is_valid_and_its_password_is_the_one_told(tmp_path: Path) -> None:
+    file = tmp_path / "web.yml"
+    file.write_text(WEB_EXAMPLE, encoding="utf-8")
+    config = load_web_config(file)
+    assert bcrypt.checkpw(b"correct horse", config.basic_auth_users["prometheus"].encode())
+
+
+def test_every_key_and_variable_has_its_row() -> None:
+    text = configuration_markdown()
+    rows = {line.split("|")[1].strip().strip("`") for line in text.splitlines() if line.startswith("| `")}
+    for section in (Config, WebConfig):
+        for path in _keys(section):
+            assert ".".join(path) in rows or ".".join(path[1:]) in rows, path
+    for setting in settings():
+        assert f"`{setting.variable}`" in text
+
+
+def test_tables_have_as_many_cells_as_headings() -> None:
+    for table in re.findall(r"(?:^\|.*\n)+", configuration_markdown(), re.MULTILINE):
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+        assert len(widths) == 1, table
+
+
+def test_check_names_what_is_old_and_writing_makes_it_new(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    stale = CliRunner().invoke(main, ["--check", "--folder", str(folder)])
+    assert stale.exit_code == 1
+    assert f"{folder / 'configuration.md'} is out of date" in stale.output
+    assert not folder.exists()
+    assert CliRunner().invoke(main, ["--folder", str(folder)]).exit_code == 0
+    fresh = CliRunner().invoke(main, ["--check", "--folder", str(folder)])
+    assert (fresh.exit_code, fresh.output) == (0, "")
+    (folder / "configuration.md").write_text("edited by hand", encoding="utf-8")
+    assert CliRunner().invoke(main, ["--check", "--folder", str(folder)]).exit_code == 1
