@@ -329,8 +329,10 @@ def _let_clients_in(context: ssl.SSLContext, tls: TlsServerConfig, source: str) 
         context.load_verify_locations(cafile=tls.client_ca_file, cadata=tls.client_ca)
     except (OSError, ValueError) as error:
         key = "client_ca_file" if tls.client_ca_file else "client_ca"
-        reason = "no certificate in PEM form" if isinstance(error, (ssl.SSLError, ValueError)) else error.strerror
-        problem = Problem(Origin(source), f"tls_server_config.{key}", f"cannot be used: {str(reason).lower()}.")
+        reason = "no certificate in PEM form"
+        if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
+            reason = str(error.strerror).lower()
+        problem = Problem(Origin(source), f"tls_server_config.{key}", f"cannot be used: {reason}.")
         raise ConfigError([problem]) from error
     if tls.client_allowed_sans:
         context.sslsocket_class = _sans_checked(frozenset(_plain_san(name) for name in tls.client_allowed_sans))
