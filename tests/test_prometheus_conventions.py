@@ -371,6 +371,10 @@ class TestPage:
             ("text/plain;version=0.0.4", "text/plain; version=0.0.4;"),
             ("text/plain;version=1.0.0;escaping=underscores", "text/plain; version=1.0.0;"),
             ("application/openmetrics-text;version=1.0.0", "application/openmetrics-text; version=1.0.0;"),
+            (
+                "text/plain;version=1.0.0;escaping=dots",
+                "text/plain; version=1.0.0; charset=utf-8; escaping=underscores",
+            ),
             ("application/openmetrics-text;version=x, text/plain;version=y", "text/plain; version=0.0.4;"),
         ],
     )

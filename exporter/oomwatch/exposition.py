@@ -10,11 +10,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Metric, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from oomwatch import __version__
+from oomwatch import __version__, textformat
 from oomwatch.families import BASE_UNITS, FAMILIES
 from oomwatch.observations import (
     DRIVER_STATES,
@@ -104,15 +104,18 @@ def registry(collector: SnapshotCollector) -> CollectorRegistry:
 def render(source: CollectorRegistry, accept_header: str) -> tuple[bytes, str]:
     """A page in the best format that the client accepts, and its content type: OpenMetrics, text 1.0.0 or 0.0.4."""
     try:
-        encoder, content_type = choose_encoder(accept_header)
+        _, content_type = choose_encoder(accept_header)
     except TypeError:  # a version that is no number, such as version=x
-        encoder, content_type = generate_latest, CONTENT_TYPE_PLAIN_0_0_4
-    return encoder(source), content_type
+        content_type = CONTENT_TYPE_PLAIN_0_0_4
+    write = textformat.openmetrics if content_type.startswith("application/openmetrics-text") else textformat.text
+    # Our names need no escaping in any scheme; "dots" alone would double their underscores.
+    return write(source.collect()), content_type.replace("escaping=dots", "escaping=underscores")
 
 
 # --- a page in the making --------------------------------------------------------------------------------------
 
 _BY_NAME = {family.name: family for family in FAMILIES}
+_RATIOS = frozenset(family.name for family in FAMILIES if family.unit == "ratio")
 
 
 class _Page:
@@ -125,7 +128,7 @@ class _Page:
         """Add a sample; what is absent, not a number, or a ratio outside 0-1 is left out."""
         if value is None or isinstance(value, Absent) or not math.isfinite(value):
             return
-        if _BY_NAME[name].unit == "ratio" and not 0 <= value <= 1:
+        if name in _RATIOS and not 0 <= value <= 1:
             return
         self._samples[name][labels] = float(value)
 
@@ -141,15 +144,9 @@ class _Page:
                 family.base_name, family.help, family.kind, family.unit if family.unit in BASE_UNITS else ""
             )
             metric.samples = [
-                Sample(name, dict(zip(family.labels, map(_utf8, labels), strict=True)), value)
-                for labels, value in samples.items()
+                Sample(name, dict(zip(family.labels, labels, strict=True)), value) for labels, value in samples.items()
             ]
             yield metric
-
-
-def _utf8(text: str) -> str:
-    """A label's value; bytes of a process's name that are no UTF-8 would otherwise cost the whole page."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 # --- daemon, sources, driver -----------------------------------------------------------------------------------
