@@ -70,16 +70,28 @@ def test_a_process_without_a_number_is_listed_without_one(watch: Watch) -> None:
 def test_processes_that_come_between_two_calls_are_listed(
     make_sim: Callable[..., Sim], nvml_library: Path, growth: int
 ) -> None:
-    """With a buffer of one entry, as on a device with more processes than the usual buffer holds."""
+    """With a buffer that starts empty, so that the first call is the size probe after which they come."""
     sim = make_sim(1)
     sim.set_processes(0, ENGINES[:2])
     sim.grow_after_probe(0, growth)
     with load_into_pynvml(nvml_library, sim):
         pynvml.nvmlInit()
-        lists = ProcessLists(Nvml(), capacity=1)
+        lists = ProcessLists(Nvml(), capacity=0)
         read = lists.read(pynvml.nvmlDeviceGetHandleByIndex(0), Absent("NOT_READ"))
     assert not isinstance(read, Absent)
-    assert len(read) in (2, 2 + growth)
+    assert len(read) == 2 + growth
+    assert sim.calls(Family.COMPUTE_PROCESSES) == 3
+
+
+def test_a_list_longer_than_the_buffer_is_read_with_one_retry(make_sim: Callable[..., Sim], nvml_library: Path) -> None:
+    sim = make_sim(1)
+    sim.set_processes(0, ENGINES)
+    with load_into_pynvml(nvml_library, sim):
+        pynvml.nvmlInit()
+        lists = ProcessLists(Nvml(), capacity=2)
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        assert [lists.read(handle, Absent("NOT_READ")) for _ in range(2)] == [AS_LISTED] * 2
+    assert sim.calls(Family.COMPUTE_PROCESSES) == 3, "the second list finds the grown buffer"
 
 
 def test_a_list_that_never_fits_is_absent(make_sim: Callable[..., Sim], nvml_library: Path) -> None:
