@@ -1,0 +1,224 @@
+"""What a detector is told, and what it answers.
+
+A detector is deterministic: it learns of the world by samples, which carry the observations' time, and reads no clock
+and no file. One object stands for one verdict about one subject. Work per sample is O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from oomwatch.observations import EngineFacts, HostProcess, Maybe, Memory, RankReading
+from oomwatch.snapshot import HeldProcess, Holder
+
+State = Literal["unknown", "clear", "info", "ticket", "page"]
+STATES: tuple[State, ...] = ("unknown", "clear", "info", "ticket", "page")
+LEVEL: Mapping[State, int] = {"unknown": -1, "clear": 0, "info": 1, "ticket": 2, "page": 3}
+
+Evidence = Mapping[str, "float | int | str | list[int] | list[str]"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a verdict is about; only the fields that apply are set. ``rank`` is vLLM's engine label."""
+
+    engine: str | None = None
+    rank: str | None = None
+    gpu: str | None = None
+    pid: int | None = None
+    host: str | None = None
+
+    def labels(self) -> dict[str, str]:
+        """The fields that are set, as text."""
+        pairs = (
+            ("engine", self.engine),
+            ("rank", self.rank),
+            ("gpu", self.gpu),
+            ("pid", self.pid),
+            ("host", self.host),
+        )
+        return {name: str(value) for name, value in pairs if value is not None}
+
+
+@dataclass(frozen=True)
+class Eta:
+    """Seconds until it runs out, with the bounds between which it lies with about 80 % probability."""
+
+    seconds: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a detector concludes now.
+
+    ``confidence`` is 0-1: how sure it is that the state is right. ``evidence`` are the numbers that led to it, in base
+    units, under stable names. ``summary`` is one sentence with the numbers that matter, for a person on call.
+    ``reason`` says why the state is unknown. ``killer`` is set where it differs from the catalogue's.
+    """
+
+    state: State
+    confidence: float = 1.0
+    summary: str = ""
+    evidence: Evidence = field(default_factory=dict)
+    eta: Eta | None = None
+    reason: str = ""
+    killer: str | None = None
+
+
+def unknown(reason: str, evidence: Evidence | None = None) -> Finding:
+    """Not enough data, or a source fell silent; ``reason`` is a short constant phrase."""
+    return Finding("unknown", confidence=0.0, reason=reason, evidence=evidence or {})
+
+
+CLEAR = Finding("clear")
+
+
+# --- samples ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankSample:
+    """A fresh reading of one rank of an engine.
+
+    ``segment`` counts the engine's lives: a restart, sleep, wake-up or reload begins a new one at ``segment_start``
+    (time of its first sample), and what was learnt of levels before does not hold any more. ``since`` is the time of
+    the rank's previous fresh reading, None for the first of a segment. ``ready_since`` is when the engine first
+    answered in this life.
+    """
+
+    t: float
+    engine: str
+    reading: RankReading
+    facts: EngineFacts
+    segment: int
+    segment_start: float
+    since: float | None
+    ready_since: float
+    version: tuple[int, ...] | None = None  # of vLLM, as far as known
+    kv_connector: bool = False
+
+    @property
+    def rank(self) -> str:
+        return self.reading.rank
+
+    @property
+    def asleep(self) -> bool:
+        return self.reading.sleep_level in ("weights_offloaded", "discard_all")
+
+
+@dataclass(frozen=True)
+class EngineSample:
+    """One scrape of an engine, answered or not, with all ranks side by side. ``state`` is of snapshot.ENGINE_STATES."""
+
+    t: float
+    engine: str
+    state: str
+    error: str
+    facts: EngineFacts
+    ranks: tuple[RankReading, ...]
+    segment: int
+    segment_start: float
+    pids: tuple[int, ...]  # of its processes that live, as far as known
+
+
+@dataclass(frozen=True)
+class DeviceSample:
+    """One poll of a device or a MIG slice (``gpu`` is its uuid then).
+
+    ``processes`` is NOT_READ in polls that leave the list out. ``engines`` are those with processes on it now, by the
+    latest list. ``unified`` devices share the host's memory. ``facts`` are those of the engines on it.
+    """
+
+    t: float
+    gpu: str
+    memory: Maybe[Memory]
+    processes: Maybe[tuple[HeldProcess, ...]]
+    engines: tuple[str, ...]
+    facts: Mapping[str, EngineFacts]
+    unified: bool = False
+
+
+@dataclass(frozen=True)
+class HeldSample:
+    """What one process of an engine holds on one device, in bytes, by the driver's list."""
+
+    t: float
+    gpu: str
+    pid: int
+    engine: str
+    used: int
+    total: int | None  # of the device, in bytes
+    free: int | None
+    segment: int
+    segment_start: float
+    asleep: bool
+
+
+@dataclass(frozen=True)
+class HostSample:
+    """One reading of a process of an engine on the host."""
+
+    t: float
+    engine: str
+    process: HostProcess
+    available: int | None  # bytes of the host that are available
+    host_total: int | None
+
+
+@dataclass(frozen=True)
+class ProcessEnd:
+    """A process that a GPU listed or an engine owned has ended. ``holder`` is whose it was."""
+
+    t: float
+    pid: int
+    holder: Holder
+
+
+Sample = RankSample | EngineSample | DeviceSample | HeldSample | HostSample | ProcessEnd
+
+
+class Detector(Protocol):
+    """Concludes one verdict about one subject.
+
+    ``observe`` is called with every sample that concerns the subject, in the order of time; what a detector does not
+    need it ignores. ``conclude`` is called once an interval with the time of the clock's tick; it may not change its
+    answer when called twice for the same time.
+    """
+
+    def observe(self, sample: Sample) -> None: ...
+
+    def conclude(self, t: float) -> Finding: ...
+
+
+_HELD: tuple[State, ...] = ("page", "ticket")
+
+
+class Latch:
+    """Hysteresis: up at once, down only after the condition has been false for a while.
+
+    A page lasts ``page_s`` seconds beyond its condition, a ticket ``ticket_s``, an info not at all. Meanwhile the
+    higher state stays.
+    """
+
+    def __init__(self, page_s: float = 900.0, ticket_s: float = 3600.0) -> None:
+        self._hold: Mapping[State, float] = {"page": page_s, "ticket": ticket_s}
+        self.state: State = "clear"
+        self._met: dict[State, float] = {}  # when each state's condition last held
+
+    def update(self, t: float, wanted: State) -> State:
+        """The state that stands at ``t``, when ``wanted`` is what the numbers say."""
+        for state in _HELD:
+            if LEVEL[wanted] >= LEVEL[state]:
+                self._met[state] = t
+        standing = [s for s in _HELD if s in self._met and t - self._met[s] <= self._hold[s]]
+        self.state = max([wanted, *standing], key=lambda state: LEVEL[state])
+        return self.state
+
+    def reset(self) -> None:
+        """Forget everything: a new life has begun."""
+        self.state = "clear"
+        self._met.clear()
