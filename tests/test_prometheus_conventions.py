@@ -17,9 +17,10 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
+from oomwatch import textformat
 from oomwatch.exposition import SnapshotCollector, registry, render
 from oomwatch.families import BASE_UNITS, COUNTED, FAMILIES, Family
-from oomwatch.observations import DRIVER_STATES, Absent, HostMemory, Memory
+from oomwatch.observations import DRIVER_STATES, SCRAPE_STATES, Absent, HostMemory, Memory
 from oomwatch.snapshot import ENGINE_STATES, Snapshot
 from tests.exposed import CALLS, CONFIG, check_metrics, everything, names, own_page, samples, strictly_parsed, values
 from tests.snapshots import GIB, NOW, bare, crowded, engine, full, gpu, gpu_uuid, host_process, unreachable
@@ -251,6 +252,9 @@ class TestKnownSeriesExistFromTheStart:
     def test_restarts_of_an_engine(self) -> None:
         assert values(full(), "oomwatch_engine_restarts_total", engine="sliced") == [0]
 
+    def test_every_way_in_which_a_scrape_can_end(self) -> None:
+        assert set(SCRAPE_STATES) <= set(ENGINE_STATES)
+
     def test_every_state_of_an_engine_and_of_the_driver(self) -> None:
         assert len(values(full(), "oomwatch_engine_state", engine="sliced")) == len(ENGINE_STATES)
         assert len(values(bare(), "oomwatch_nvml_state")) == len(DRIVER_STATES)
@@ -364,22 +368,24 @@ class TestPage:
         assert "counter" in check_metrics(b"# HELP a_bytes A.\n# TYPE a_bytes counter\na_bytes 1\n")
 
     @pytest.mark.parametrize(
-        ("accept", "begins"),
+        ("accept", "content_type"),
         [
-            ("", "text/plain; version=0.0.4;"),
-            ("*/*", "text/plain; version=0.0.4;"),
-            ("text/plain;version=0.0.4", "text/plain; version=0.0.4;"),
-            ("text/plain;version=1.0.0;escaping=underscores", "text/plain; version=1.0.0;"),
-            ("application/openmetrics-text;version=1.0.0", "application/openmetrics-text; version=1.0.0;"),
-            (
-                "text/plain;version=1.0.0;escaping=dots",
-                "text/plain; version=1.0.0; charset=utf-8; escaping=underscores",
-            ),
-            ("application/openmetrics-text;version=x, text/plain;version=y", "text/plain; version=0.0.4;"),
+            ("", textformat.TEXT_0),
+            ("*/*", textformat.TEXT_0),
+            ("text/plain;version=0.0.4", textformat.TEXT_0),
+            ("text/plain;version=1.0.0;escaping=underscores", textformat.TEXT_1),
+            ("text/plain;version=1.0.0;escaping=dots", textformat.TEXT_1),
+            ("application/openmetrics-text;version=1.0.0", textformat.OPENMETRICS),
+            ("application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,*/*;q=0.1", textformat.OPENMETRICS),
+            ("application/openmetrics-text;version=7", textformat.OPENMETRICS),
+            ("application/openmetrics-text;version=0.0.1,text/plain;version=0.0.4;q=0.2,*/*;q=0.1", textformat.TEXT_0),
+            ("application/openmetrics-text;version=x, text/plain;version=y", textformat.TEXT_0),
         ],
     )
-    def test_the_format_is_what_the_client_accepts(self, accept: str, begins: str) -> None:
-        assert render(everything(bare()), accept)[1].startswith(begins)
+    def test_the_format_is_what_the_client_accepts(self, accept: str, content_type: str) -> None:
+        page, told = render(everything(bare()), accept)
+        assert told == content_type
+        assert page.endswith(b"# EOF\n") == (content_type == textformat.OPENMETRICS)
 
     @pytest.mark.parametrize("snapshot", [bare(), full()], ids=["bare", "full"])
     def test_the_strict_openmetrics_parser_accepts_it(self, snapshot: Snapshot) -> None:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Metric, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -104,12 +104,12 @@ def registry(collector: SnapshotCollector) -> CollectorRegistry:
 def render(source: CollectorRegistry, accept_header: str) -> tuple[bytes, str]:
     """A page in the best format that the client accepts, and its content type: OpenMetrics, text 1.0.0 or 0.0.4."""
     try:
-        _, content_type = choose_encoder(accept_header)
+        _, chosen = choose_encoder(accept_header)
     except TypeError:  # a version that is no number, such as version=x
-        content_type = CONTENT_TYPE_PLAIN_0_0_4
-    write = textformat.openmetrics if content_type.startswith("application/openmetrics-text") else textformat.text
-    # Our names need no escaping in any scheme; "dots" alone would double their underscores.
-    return write(source.collect()), content_type.replace("escaping=dots", "escaping=underscores")
+        chosen = ""
+    if chosen.startswith("application/openmetrics-text"):
+        return textformat.openmetrics(source.collect()), textformat.OPENMETRICS
+    return textformat.text(source.collect()), textformat.TEXT_1 if "version=1" in chosen else textformat.TEXT_0
 
 
 # --- a page in the making --------------------------------------------------------------------------------------

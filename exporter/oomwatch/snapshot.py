@@ -113,6 +113,7 @@ ENGINE_STATES = (
     "unauthorized",
     "too_large",
     "not_metrics",
+    "not_vllm",
     "truncated",
     "duplicate_series",
     "tls_error",

@@ -12,6 +12,11 @@ from functools import lru_cache
 from prometheus_client import Metric
 from prometheus_client.utils import floatToGoString
 
+# Plain names are the same in every escaping scheme but "dots", which nobody gets.
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8; escaping=underscores"
+TEXT_1 = "text/plain; version=1.0.0; charset=utf-8; escaping=underscores"
+TEXT_0 = "text/plain; version=0.0.4; charset=utf-8"
+
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 _TEXT_KINDS = {"info": "gauge", "stateset": "gauge", "unknown": "untyped"}
 _LABEL_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
