@@ -53,6 +53,7 @@ def test_counts_have_separated_thousands(value: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
+        (0, "0 s"),
         (0.0042, "4 ms"),
         (0.9999, "1 s"),
         (1.5, "1.5 s"),

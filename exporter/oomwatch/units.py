@@ -35,6 +35,8 @@ def duration(seconds: float) -> str:
     """Seconds in at most two units: ``4 ms``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``5 d 3 h``."""
     if seconds < 0:
         return f"-{duration(-seconds)}"
+    if not seconds:
+        return "0 s"
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 9.95:
