@@ -229,6 +229,8 @@ class _Line:
 
     def __init__(self) -> None:
         self._connection: HTTPConnection | None = None
+        # Kept apart: a connection lets go of its socket while the body of an answer without a length is being read.
+        self._socket: socket.socket | None = None
         self._timer: threading.Timer | None = None
         self.is_new = False  # a connection was opened since the timer was set
         self.is_cut = False
@@ -250,17 +252,17 @@ class _Line:
 
     def opens(self, connection: HTTPConnection) -> None:
         self.is_new = True
-        self._connection = connection
+        self._connection, self._socket = connection, None
 
     def opened(self, connection: HTTPConnection) -> None:
+        self._socket = connection.sock
         if self.is_cut:
             connection.close()
             raise TimeoutError("the deadline passed while the connection was opened")
 
     def _cut(self) -> None:
         self.is_cut = True
-        connection = self._connection
-        line = connection.sock if connection is not None else None
+        line = self._socket or (self._connection.sock if self._connection is not None else None)
         if line is not None:
             # Errors: it was closed in the meantime. The plain call, because the one of an SSL socket would take its
             # state from under the reading thread.
@@ -318,6 +320,7 @@ def _new_session(options: ScrapeOptions, line: _Line) -> requests.Session:
         session.proxies = {"http": options.proxy_url, "https": options.proxy_url}
     if options.insecure_skip_verify:
         session.verify = False
+        # The operator asked for it; urllib3 would repeat its warning with each request.
         warnings.simplefilter("ignore", urllib3.exceptions.InsecureRequestWarning)
     else:
         session.verify = options.ca_file or _system_certificates()
@@ -506,6 +509,8 @@ def _explain_tls(error: ssl.SSLError) -> FetchError:
     if isinstance(error, ssl.SSLCertVerificationError):
         message = f"the server's certificate is not trusted: {error.verify_message}; set tls.ca_file"
         return FetchError("tls_error", message)
+    if isinstance(error, ssl.SSLEOFError):
+        return FetchError("tls_error", "the server broke the TLS connection off: it may want a client certificate")
     reason = (error.reason or str(error)).replace("_", " ").lower()
     if "wrong version number" in reason or "record layer failure" in reason:
         return FetchError("tls_error", "the server does not speak TLS there: use http:// or another port")
