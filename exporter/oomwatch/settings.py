@@ -22,12 +22,12 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    ModelWrapValidatorHandler,
     PlainSerializer,
     ValidationError,
     model_validator,
 )
 from pydantic.fields import FieldInfo
+from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 KeyPath = tuple[str | int, ...]
@@ -532,6 +532,12 @@ def _plain_type(annotation: Any) -> Any:
     return annotation
 
 
+def _section_type(kind: Any) -> type[Section] | None:
+    # Python 3.10 takes tuple[str, ...] for a class until it is asked about subclasses.
+    is_class = isinstance(kind, type) and get_origin(kind) is None
+    return kind if is_class and issubclass(kind, Section) else None
+
+
 @dataclass(frozen=True)
 class Described:
     """A field as documents and errors see it."""
@@ -548,13 +554,12 @@ class Described:
     @property
     def section(self) -> type[Section] | None:
         """The section that the field holds, if it holds one."""
-        return self.type if isinstance(self.type, type) and issubclass(self.type, Section) else None
+        return _section_type(self.type)
 
     @property
     def sections(self) -> type[Section] | None:
         """What the field is a list of, if it is a list of sections."""
-        inner = get_args(self.type)[0] if get_origin(self.type) is tuple else None
-        return inner if isinstance(inner, type) and issubclass(inner, Section) else None
+        return _section_type(get_args(self.type)[0]) if self.many else None
 
     @property
     def many(self) -> bool:
