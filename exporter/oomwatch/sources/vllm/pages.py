@@ -1,8 +1,8 @@
 """Reads a page of metrics: bytes and a content type in, the samples that this package knows out.
 
-prometheus_client's parsers need 40 to 85 ms for a page of vLLM (they walk each line by character), and about 10 ms
-where only the known lines reach them. Here a line is checked by one regular expression, and labels are taken apart
-only where the name is known.
+prometheus_client's parsers walk each line by character: 40 ms for a page of vLLM's (60 kB), 3 to 7 ms where only the
+known lines reach them, which then leaves the rest unchecked. Here one regular expression checks each line, and labels
+are taken apart only where the name is known: 2 to 3 ms for the whole page.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def read(body: bytes, content_type: str | None = None) -> Page:
     error, as is a malformed line anywhere on the page. Raises PageError.
     """
     openmetrics = _is_openmetrics(body, content_type)
-    text = _decode(body)
+    text = _decode(body).replace("\r\n", "\n")
     lines = text.split("\n")
     if lines.pop():
         if not (openmetrics and text.endswith("\n# EOF")):
@@ -111,8 +111,7 @@ def _decode(body: bytes) -> str:
 def _read_lines(lines: list[str], grammar: re.Pattern[str], openmetrics: bool) -> Page:
     known: list[Sample] = []
     names: set[str] = set()
-    for number, raw in enumerate(lines, 1):
-        line = raw[:-1] if raw.endswith("\r") else raw
+    for number, line in enumerate(lines, 1):
         if line.startswith("#"):
             words = line.split(None, 3)
             if len(words) > 2 and words[1] == "TYPE":
