@@ -120,6 +120,35 @@ class TestDeviceMemory:
         assert fold(poll(0), TargetRemoved(5, "nvml", UUID)).gpus == ()
 
 
+class TestSlowReadings:
+    first = replace(poll(0), temperature=40.0, power=90.0, mig_enabled=False)
+
+    def test_stand_until_the_next_of_their_kind(self) -> None:
+        view = gpu(fold(self.first, poll(10), replace(poll(20), temperature=50.0)))
+        assert view.poll is not None
+        assert (view.poll.temperature, view.poll.power) == (50.0, 90.0)
+
+    def test_grow_too_old_at_the_pace_of_process_lists(self) -> None:
+        view = gpu(fold(self.first, *(poll(t) for t in range(10, 140, 10))))
+        assert view.poll is not None
+        assert view.poll.temperature == NOT_READ
+
+    def test_do_not_outlive_the_device(self) -> None:
+        view = gpu(fold(self.first, poll(10, memory=Absent("GPU_IS_LOST"))))
+        assert view.poll is not None
+        assert view.poll.temperature == NOT_READ
+
+    def test_stand_beside_memory_that_may_not_be_asked(self) -> None:
+        view = gpu(fold(self.first, poll(10, memory=Absent("NO_PERMISSION"))))
+        assert view.poll is not None
+        assert view.poll.temperature == 40.0
+
+    def test_a_failure_of_one_replaces_its_value(self) -> None:
+        view = gpu(fold(self.first, replace(poll(10), temperature=Absent("UNKNOWN"))))
+        assert view.poll is not None
+        assert view.poll.temperature == Absent("UNKNOWN")
+
+
 class TestProcessLists:
     mine = GpuProcess(4711, 50 * GIB)
 

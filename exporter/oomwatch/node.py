@@ -5,8 +5,9 @@ One thread owns a :class:`Node`. It reads no clock but the observations', so a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from oomwatch.attribution import Attribution, Neighbour, engine_overhead, held_memory, unowned_memory
 from oomwatch.observations import (
@@ -41,6 +42,7 @@ from oomwatch.snapshot import (
     GpuView,
     HeldMemory,
     HeldProcess,
+    Holder,
     MigView,
     Snapshot,
     SourceView,
@@ -79,6 +81,7 @@ class _Gpu:
     processes: Maybe[tuple[GpuProcess, ...]] = NOT_READ
     processes_t: float = 0.0
     mig_processes: dict[str, tuple[float, Maybe[tuple[GpuProcess, ...]]]] = field(default_factory=dict)
+    carried: dict[str, tuple[float, Any]] = field(default_factory=dict)  # what polls read at a slower pace
     last_seen: float | None = None
     last_memory: Memory | None = None
     xids: dict[int, XidCount] = field(default_factory=dict)
@@ -94,6 +97,22 @@ class _Engine:
     last_progress: float | None = None
     restarts: int = 0
     gone_at: float | None = None
+
+
+# Read in each few polls of a device; a value stands until the next or until process lists would be stale.
+_SLOW = (
+    "mig_enabled",
+    "utilization",
+    "temperature",
+    "power",
+    "ecc_uncorrected",
+    "ecc_corrected",
+    "remapped_rows",
+    "recovery_action",
+    "pci_bus_id",
+)
+# Memory may be withheld from a device that is well; any other reason means that nothing of it is the present.
+_WITHHELD = ("NO_PERMISSION", "NOT_SUPPORTED")
 
 
 def _merge(old: EngineFacts, new: EngineFacts) -> EngineFacts:
@@ -133,11 +152,57 @@ class Node:
         self._processes: dict[int, HostProcess] = {}
         self._host: HostMemory | None = None
         self._sources: dict[tuple[str, str], SourceView] = {}
+        self._attribution_made: Attribution | None = None  # None: what it was made from has changed
+
+    # --- what a judge asks -----------------------------------------------------------------------------------
+
+    @property
+    def t(self) -> float:
+        """The time of the latest observation."""
+        return self._t
+
+    @property
+    def cadence(self) -> Cadence:
+        return self._cadence
+
+    @property
+    def host(self) -> HostMemory | None:
+        """The host's memory, None once the reading is stale."""
+        return self._host if self._host and self._fresh(self._host.t, "host") else None
+
+    def holder(self, pid: int) -> Holder:
+        """Who holds what ``pid`` holds."""
+        return self._attribution().holder(pid)
+
+    def facts(self) -> Iterator[EngineFacts]:
+        """Of every engine that has not ended."""
+        return (engine.facts for engine in self._engines.values() if engine.gone_at is None)
+
+    def gpu(self, uuid: str) -> GpuView:
+        """The present of one device that has been polled."""
+        return self._gpu_view(self._gpus[uuid], self._attribution())
+
+    def engine(self, name: str) -> EngineView:
+        """The present of one engine, without its device memory; one that is not known has the state unknown."""
+        return self._engine_view(self._engines.get(name) or _Engine(EngineFacts(name=name)), ())
+
+    def list_is_new(self, uuid: str) -> bool:
+        """Whether the latest poll of a device (or of a slice's parent) read its process list."""
+        for gpu in self._gpus.values():
+            if gpu.poll.uuid == uuid:
+                return gpu.poll.processes != NOT_READ
+            for mig in gpu.poll.mig:
+                if mig.uuid == uuid:
+                    return mig.processes != NOT_READ
+        return False
+
+    # --- life ------------------------------------------------------------------------------------------------
 
     def configure(self, cadence: Cadence, neighbours: Iterable[Neighbour]) -> None:
         """Take over new settings; what is known stays known."""
         self._cadence = cadence
         self._neighbours = tuple(neighbours)
+        self._attribution_made = None
 
     def apply(self, observation: Observation) -> None:
         """Fold one observation in. Time never runs backwards: a late one counts as of now."""
@@ -150,9 +215,12 @@ class Node:
             case SourceRun():
                 self._apply_run(observation)
             case HostProcess():
+                if not _same_place(self._processes.get(observation.pid), observation):
+                    self._attribution_made = None
                 self._processes[observation.pid] = observation
             case ProcessGone():
                 self._processes.pop(observation.pid, None)
+                self._attribution_made = None
             case HostMemory():
                 self._host = observation
             case EngineUpdate():
@@ -168,11 +236,7 @@ class Node:
 
     def snapshot(self) -> Snapshot:
         """The present, as of the latest observation."""
-        attribution = Attribution(
-            [engine.facts for engine in self._engines.values() if engine.gone_at is None],
-            self._live_processes(),
-            self._neighbours,
-        )
+        attribution = self._attribution()
         gpus = tuple(
             sorted(
                 (self._gpu_view(gpu, attribution) for gpu in self._gpus.values()), key=lambda gpu: (gpu.index, gpu.uuid)
@@ -183,7 +247,7 @@ class Node:
             driver=self._driver,
             gpus=gpus,
             engines=tuple(self._engine_view(self._engines[name], gpus) for name in sorted(self._engines)),
-            host=self._host if self._host and self._fresh(self._host.t, "host") else None,
+            host=self.host,
             sources=tuple(self._source_view(self._sources[key]) for key in sorted(self._sources)),
             unresolved_gpu_pids=self._unresolved(gpus),
         )
@@ -195,6 +259,9 @@ class Node:
         if gpu is None:
             gpu = self._gpus[poll.uuid] = _Gpu(poll)
         gpu.poll = poll
+        if isinstance(poll.memory, Absent) and poll.memory.reason not in _WITHHELD:
+            gpu.carried.clear()
+        gpu.carried.update({name: (self._t, value) for name in _SLOW if (value := getattr(poll, name)) != NOT_READ})
         if poll.processes != NOT_READ:
             gpu.processes, gpu.processes_t = _judged(poll.processes, poll.memory), self._t
         gpu.mig_processes = {
@@ -216,6 +283,7 @@ class Node:
         gpu.xids[event.code] = XidCount(event.code, count, self._t)
 
     def _apply_facts(self, update: EngineUpdate) -> None:
+        self._attribution_made = None
         engine = self._engines.get(update.facts.name)
         if engine is None:
             engine = self._engines[update.facts.name] = _Engine(update.facts)
@@ -230,6 +298,7 @@ class Node:
     def _apply_scrape(self, scrape: EngineScrape) -> None:
         engine = self._engines.get(scrape.engine)
         if engine is None:
+            self._attribution_made = None
             engine = self._engines[scrape.engine] = _Engine(EngineFacts(name=scrape.engine))
         engine.scrape = scrape
         if scrape.healthy != NOT_READ or not scrape.answered:
@@ -278,6 +347,7 @@ class Node:
         )
 
     def _remove(self, source: str, target: str) -> None:
+        self._attribution_made = None
         self._sources.pop((source, target), None)
         if source == "nvml":
             self._gpus.pop(target, None)
@@ -286,7 +356,10 @@ class Node:
 
     def _forget(self) -> None:
         limit = self._cadence.limit("host")
-        self._processes = {pid: p for pid, p in self._processes.items() if self._t - p.t <= limit}
+        silent = [pid for pid, process in self._processes.items() if self._t - process.t > limit]
+        for pid in silent:
+            del self._processes[pid]
+            self._attribution_made = None
         ended = [
             name
             for name, engine in self._engines.items()
@@ -299,6 +372,11 @@ class Node:
 
     def _fresh(self, t: float, source: str) -> bool:
         return self._t - t <= self._cadence.limit(source)
+
+    def _attribution(self) -> Attribution:
+        if self._attribution_made is None:
+            self._attribution_made = Attribution(self.facts(), self._live_processes(), self._neighbours)
+        return self._attribution_made
 
     def _live_processes(self) -> dict[int, HostProcess]:
         return {pid: process for pid, process in self._processes.items() if self._fresh(process.t, "host")}
@@ -314,8 +392,13 @@ class Node:
         }
         return len(listed - self._processes.keys())
 
+    def _whole_poll(self, gpu: _Gpu) -> GpuPoll:
+        """The latest poll, with what it left out from the polls before."""
+        values = {name: value for name, (t, value) in gpu.carried.items() if self._fresh(t, "process")}
+        return replace(gpu.poll, **values)
+
     def _gpu_view(self, gpu: _Gpu, attribution: Attribution) -> GpuView:
-        poll = gpu.poll
+        poll = self._whole_poll(gpu)
         fresh = self._fresh(poll.t, "nvml")
         # A parent's list repeats what its slices' lists say, where it may be read at all.
         sliced = known(poll.mig_enabled) is True or bool(poll.mig)
@@ -407,6 +490,11 @@ class Node:
         if source.last_run is not None and not self._fresh(source.last_run, source.source):
             return replace(source, up=None, error=f"silent for {self._t - source.last_run:.0f} s")
         return source
+
+
+def _same_place(before: HostProcess | None, now: HostProcess) -> bool:
+    """Whether attribution comes out the same: memory may change, kinship and names not."""
+    return before is not None and replace(before, t=now.t, rss=now.rss, anon=now.anon) == now
 
 
 def _judged(processes: Maybe[tuple[GpuProcess, ...]], memory: Maybe[Memory]) -> Maybe[tuple[GpuProcess, ...]]:

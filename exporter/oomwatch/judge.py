@@ -1,0 +1,391 @@
+"""From observations to verdicts: folds them, tells the detectors what concerns them, and asks them once an interval.
+
+The same observations give the same verdicts, live, in a replay and in the demo, which all run this one class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from oomwatch.advice import advice
+from oomwatch.detectors.base import (
+    Detector,
+    DeviceSample,
+    EngineSample,
+    Finding,
+    HeldSample,
+    HostSample,
+    ProcessEnd,
+    RankSample,
+    Sample,
+    State,
+    Subject,
+    unknown,
+)
+from oomwatch.detectors.registry import KINDS, About, Kind
+from oomwatch.incidents import Incidents
+from oomwatch.node import Node
+from oomwatch.observations import (
+    NOT_READ,
+    Absent,
+    EngineFacts,
+    EngineScrape,
+    EngineUpdate,
+    GpuPoll,
+    HostProcess,
+    Observation,
+    ProcessGone,
+    TargetRemoved,
+    Tick,
+    known,
+)
+from oomwatch.settings import Section
+from oomwatch.snapshot import GpuView, HeldProcess, Holder, MigView, devices
+from oomwatch.verdicts import CATALOGUE, Verdict
+
+
+class Policy(Protocol):
+    """What the configuration says of detection."""
+
+    def settings(self, kind: Kind, subject: Subject) -> Section | None:
+        """The thresholds that hold for a subject; None where the verdict is switched off."""
+
+    def silence(self, verdict: str, subject: Subject, t: float) -> str:
+        """Why this verdict is held back at ``t``; empty when it is not."""
+
+
+class Defaults:
+    """A policy without any configuration."""
+
+    def settings(self, kind: Kind, _subject: Subject) -> Section | None:
+        return kind.settings()
+
+    def silence(self, _verdict: str, _subject: Subject, _t: float) -> str:
+        return ""
+
+
+@dataclass
+class Life:
+    """How far an engine has come: each restart, sleep, wake-up or reload begins a new segment."""
+
+    segment: int = 0
+    segment_start: float = 0.0
+    ready_since: float = 0.0
+    restarts: int = 0
+    last: dict[str, float] = field(default_factory=dict)  # by rank: time of its last reading
+    signature: tuple[object, ...] | None = None
+    away: bool = False  # its processes ended since the last page
+
+
+@dataclass
+class Seat:
+    """A detector at work, and what it concluded last."""
+
+    verdict: str
+    subject: Subject
+    detector: Detector
+    finding: Finding = field(default_factory=lambda: unknown("no data yet"))
+    since: float = 0.0
+
+
+Key = tuple[About, str, str, int]
+"""What a group of detectors is about: the kind of subject, then engine, rank or device, and pid, as they apply."""
+
+
+@dataclass
+class Memory:
+    """Everything that outlives a restart of the daemon: plain data and detectors."""
+
+    lives: dict[str, Life] = field(default_factory=dict)
+    seats: dict[Key, list[Seat]] = field(default_factory=dict)
+    incidents: Incidents = field(default_factory=Incidents)
+
+
+class Judge:
+    """Owns the fold and the detectors. Not thread-safe: the pipeline's thread alone calls it."""
+
+    def __init__(self, node: Node, policy: Policy | None = None, kinds: tuple[Kind, ...] = KINDS) -> None:
+        self.node = node
+        self._policy = policy or Defaults()
+        self._kinds = kinds
+        self.memory = Memory()
+        self._verdicts: tuple[Verdict, ...] = ()
+        self._devices_of: dict[str, set[str]] = {}
+        self._listed: dict[str, dict[int, Holder]] = {}  # by device: pids of its latest list
+
+    def configure(self, policy: Policy) -> None:
+        """Take over new settings. Detectors whose thresholds changed begin anew."""
+        self._policy = policy
+        for seats in self.memory.seats.values():
+            for seat in list(seats):
+                kind = next(kind for kind in self._kinds if kind.verdict == seat.verdict)
+                settings = policy.settings(kind, seat.subject)
+                if settings is None:
+                    seats.remove(seat)
+                elif settings != getattr(seat.detector, "settings", settings):
+                    seat.detector = kind.make(seat.subject, settings)
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """What was concluded at the last tick."""
+        return self._verdicts
+
+    def apply(self, observation: Observation) -> None:
+        """Fold one observation in and tell the detectors. At a tick, conclude."""
+        holder = self.node.holder(observation.pid) if isinstance(observation, ProcessGone) else None
+        self.node.apply(observation)
+        match observation:
+            case EngineScrape():
+                self._scraped(observation)
+            case GpuPoll():
+                self._polled(observation.uuid)
+            case HostProcess():
+                self._host_process(observation)
+            case ProcessGone() if holder is not None:
+                self._ended(observation.pid, holder)
+            case EngineUpdate() if observation.gone:
+                self._life(observation.facts.name).away = True
+            case TargetRemoved():
+                self._removed(observation)
+            case Tick():
+                self._conclude()
+
+    # --- engines ---------------------------------------------------------------------------------------------
+
+    def _life(self, engine: str) -> Life:
+        return self.memory.lives.setdefault(engine, Life())
+
+    def _scraped(self, scrape: EngineScrape) -> None:
+        name, t = scrape.engine, self.node.t
+        life = self._life(name)
+        view = self.node.engine(name)
+        facts = view.facts
+        if scrape.answered:
+            self._follow(life, scrape, view.restarts, t)
+        sample = EngineSample(
+            t=t,
+            engine=name,
+            state=view.state,
+            error=view.error,
+            facts=facts,
+            ranks=scrape.ranks if scrape.answered else (),
+            segment=life.segment,
+            segment_start=life.segment_start,
+            pids=tuple(process.pid for process in view.processes) or facts.pids or (),
+        )
+        if scrape.answered:
+            version = _version(facts.vllm_version)
+            connector = known(scrape.kv_connector)
+            for reading in scrape.ranks:
+                self._tell_rank(
+                    RankSample(
+                        t=t,
+                        engine=name,
+                        reading=reading,
+                        facts=facts,
+                        segment=life.segment,
+                        segment_start=life.segment_start,
+                        since=life.last.get(reading.rank),
+                        ready_since=life.ready_since,
+                        version=version,
+                        kv_connector=bool(facts.kv_connector if connector is None else connector),
+                    )
+                )
+                life.last[reading.rank] = t
+        self._tell_engine(sample)
+
+    def _follow(self, life: Life, scrape: EngineScrape, restarts: int, t: float) -> None:
+        signature = (
+            scrape.process_start,
+            tuple((rank.rank, known(rank.sleep_level), known(rank.pool.blocks)) for rank in scrape.ranks),
+            known(scrape.model_name),
+        )
+        restarted = restarts != life.restarts or life.away
+        if life.segment == 0 or restarted or _differs(life.signature, signature):
+            life.segment += 1
+            life.segment_start = t
+            life.last.clear()
+        if restarted or not life.ready_since:
+            life.ready_since = t
+        life.restarts, life.signature, life.away = restarts, signature, False
+
+    def _tell_rank(self, sample: RankSample) -> None:
+        self._tell(
+            self._seats("rank", sample.engine, sample.rank, Subject(engine=sample.engine, rank=sample.rank)), sample
+        )
+        self._tell(self._seats("engine", sample.engine, "", Subject(engine=sample.engine)), sample)
+        self._tell(self._concerned(sample.engine), sample)
+
+    def _tell_engine(self, sample: EngineSample) -> None:
+        self._tell(self._seats("engine", sample.engine, "", Subject(engine=sample.engine)), sample)
+        for key, seats in self.memory.seats.items():
+            if key[0] == "rank" and key[1] == sample.engine:
+                self._tell(seats, sample)
+        self._tell(self._concerned(sample.engine), sample)
+
+    def _concerned(self, engine: str) -> Iterator[Seat]:
+        """Detectors about processes and devices of an engine, for which its load is the context."""
+        on = self._devices_of.get(engine, ())
+        for key, seats in self.memory.seats.items():
+            if (key[0] in ("held", "process") and key[1] == engine) or (key[0] == "device" and key[2] in on):
+                yield from seats
+
+    # --- devices ---------------------------------------------------------------------------------------------
+
+    def _polled(self, uuid: str) -> None:
+        for view in devices((self.node.gpu(uuid),)):
+            self._device(view)
+
+    def _device(self, view: GpuView | MigView) -> None:
+        t = self.node.t
+        read = not isinstance(view.processes, Absent) and self.node.list_is_new(view.uuid)
+        processes = view.processes if read or isinstance(view.processes, Absent) else NOT_READ
+        engines = self._engines_on(view)
+        sample = DeviceSample(
+            t=t,
+            gpu=view.uuid,
+            memory=view.memory,
+            processes=processes,
+            engines=tuple(sorted(engines)),
+            facts={name: self.node.engine(name).facts for name in engines},
+            unified=isinstance(view, GpuView) and view.poll is not None and view.poll.unified,
+        )
+        self._tell(self._seats("device", "", view.uuid, Subject(gpu=view.uuid)), sample)
+        for engine in engines:
+            self._tell(self._seats("engine", engine, "", Subject(engine=engine)), sample)
+        for key, seats in self.memory.seats.items():
+            if key[0] == "held" and key[2] == view.uuid:
+                self._tell(seats, sample)
+        if not isinstance(processes, Absent):
+            self._held(view, processes)
+
+    def _engines_on(self, view: GpuView | MigView) -> set[str]:
+        held = known(view.held) or ()
+        named = {part.holder.name for part in held if part.holder.kind == "engine"}
+        named |= {facts.name for facts in self.node.facts() if view.uuid in (facts.gpus or ())}
+        for name in named:
+            self._devices_of.setdefault(name, set()).add(view.uuid)
+        return named
+
+    def _held(self, view: GpuView | MigView, processes: tuple[HeldProcess, ...]) -> None:
+        memory = known(view.memory)
+        now = {process.pid: process.holder for process in processes}
+        for pid, holder in self._listed.get(view.uuid, {}).items():
+            if pid not in now:
+                self._ended(pid, holder)
+        self._listed[view.uuid] = now
+        for process in processes:
+            if process.holder.kind != "engine" or process.used is None:
+                continue
+            engine = process.holder.name
+            life = self._life(engine)
+            sample = HeldSample(
+                t=self.node.t,
+                gpu=view.uuid,
+                pid=process.pid,
+                engine=engine,
+                used=process.used,
+                total=memory.total if memory else None,
+                free=memory.free if memory else None,
+                segment=life.segment,
+                segment_start=life.segment_start,
+                asleep=self.node.engine(engine).state == "sleeping",
+            )
+            subject = Subject(engine=engine, gpu=view.uuid, pid=process.pid)
+            self._tell(self._seats("held", engine, view.uuid, subject, process.pid), sample)
+            self._tell(self._seats("engine", engine, "", Subject(engine=engine)), sample)
+
+    # --- the host --------------------------------------------------------------------------------------------
+
+    def _host_process(self, process: HostProcess) -> None:
+        holder = self.node.holder(process.pid)
+        if holder.kind != "engine":
+            return
+        host = self.node.host
+        sample = HostSample(
+            self.node.t, holder.name, process, host.available if host else None, host.total if host else None
+        )
+        subject = Subject(engine=holder.name, pid=process.pid)
+        self._tell(self._seats("process", holder.name, "", subject, process.pid), sample)
+        self._tell(self._seats("engine", holder.name, "", Subject(engine=holder.name)), sample)
+
+    def _ended(self, pid: int, holder: Holder) -> None:
+        end = ProcessEnd(self.node.t, pid, holder)
+        for key, seats in list(self.memory.seats.items()):
+            if key[0] in ("held", "process") and key[3] == pid:
+                del self.memory.seats[key]
+            elif key[0] == "device" or (key[0] == "engine" and holder == Holder("engine", key[1])):
+                self._tell(seats, end)
+
+    def _removed(self, removed: TargetRemoved) -> None:
+        place = {"vllm": 1, "nvml": 2}.get(removed.source)
+        if place is not None:
+            self.memory.seats = {k: s for k, s in self.memory.seats.items() if k[place] != removed.target}
+
+    # --- concluding ------------------------------------------------------------------------------------------
+
+    def _seats(self, about: About, engine: str, place: str, subject: Subject, pid: int = 0) -> list[Seat]:
+        key: Key = (about, engine, place, pid)
+        seats = self.memory.seats.get(key)
+        if seats is None:
+            seats = self.memory.seats[key] = []
+            for kind in self._kinds:
+                settings = self._policy.settings(kind, subject) if kind.about == about else None
+                if settings is not None:
+                    seats.append(Seat(kind.verdict, subject, kind.make(subject, settings), since=self.node.t))
+        return seats
+
+    def _tell(self, seats: Iterable[Seat], sample: Sample) -> None:
+        for seat in seats:
+            seat.detector.observe(sample)
+
+    def _conclude(self) -> None:
+        t = self.node.t
+        verdicts = [self._verdict(seat, t) for seats in self.memory.seats.values() for seat in seats]
+        on = {engine: frozenset(uuids) for engine, uuids in self._devices_of.items()}
+        self._verdicts = self.memory.incidents.assign(verdicts, on)
+
+    def _verdict(self, seat: Seat, t: float) -> Verdict:
+        finding = seat.detector.conclude(t)
+        if finding.state != seat.finding.state:
+            seat.since = t
+        seat.finding = finding
+        entry = CATALOGUE[seat.verdict]
+        return Verdict(
+            name=seat.verdict,
+            killer=finding.killer or entry.killer,
+            state=finding.state,
+            subject=seat.subject,
+            since=seat.since,
+            confidence=finding.confidence,
+            summary=finding.summary,
+            evidence=finding.evidence,
+            eta=finding.eta,
+            reason=finding.reason,
+            advice=advice(seat.verdict, finding, self._facts_of(seat.subject)) if finding.state not in _QUIET else (),
+            silenced=self._policy.silence(seat.verdict, seat.subject, t),
+        )
+
+    def _facts_of(self, subject: Subject) -> EngineFacts | None:
+        return self.node.engine(subject.engine).facts if subject.engine is not None else None
+
+
+_QUIET: tuple[State, ...] = ("clear", "unknown")
+
+
+def _version(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    numbers: list[int] = []
+    for part in text.split("+", 1)[0].split("."):
+        digits = "".join(char for char in part if char.isdigit())
+        if not digits or not part[0].isdigit():
+            break
+        numbers.append(int(digits))
+    return tuple(numbers) or None
+
+
+def _differs(before: tuple[object, ...] | None, now: tuple[object, ...]) -> bool:
+    """Whether an engine is another one than before. What a page left out once (gauges without series) is no change."""
+    return before is not None and before != now
