@@ -106,7 +106,7 @@ class Daemon:
         self.web.start()
         self._scheduler.start()
         self._schedule()
-        _log.info("oomwatch started", version=__version__, pages=list(self.web.addresses), config=self._status.sha256)
+        _log.info("oomwatch started", version=__version__, pages=list(self.web.urls), config=self._status.sha256)
 
     def stop(self) -> None:
         """Everything let go within a few seconds, whatever hangs."""

@@ -1,0 +1,252 @@
+"""The commands. Flags are spelled as Prometheus' exporters spell theirs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+import structlog
+
+from oomwatch import __version__, logs
+from oomwatch.check import exit_status, read_once, report
+from oomwatch.config import Config, check_files, effective, load, load_with_places
+from oomwatch.connections import CannotListen
+from oomwatch.daemon import Daemon
+from oomwatch.demo import STORIES, TOUR, DemoFeed
+from oomwatch.feed import Feed, NodeFeed
+from oomwatch.pipeline import Pipeline
+from oomwatch.settings import ConfigError
+
+_log = structlog.get_logger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_config_file = click.option(
+    "--config.file",
+    "config_file",
+    type=click.Path(path_type=Path),
+    envvar="OOMWATCH_CONFIG_FILE",
+    metavar="FILE",
+    help="Configuration in YAML. Without it every default holds and the engines of this host are found.",
+)
+
+
+def _log_options(command: F) -> F:
+    level = click.option("--log.level", "log_level", metavar="LEVEL", help="debug, info, warn or error.")
+    form = click.option("--log.format", "log_format", metavar="FORMAT", help="console (for people) or json.")
+    return level(form(command))
+
+
+def _web_options(command: F) -> F:
+    options = (
+        click.option(
+            "--web.listen-address",
+            "listen_address",
+            multiple=True,
+            metavar="HOST:PORT",
+            help="Where to serve pages; :PORT is every interface. May be given several times.",
+        ),
+        click.option(
+            "--web.config.file",
+            "web_config_file",
+            metavar="FILE",
+            help="TLS and passwords for the pages, in the form of Prometheus' exporter toolkit.",
+        ),
+        click.option(
+            "--web.enable-lifecycle/--no-web.enable-lifecycle",
+            "enable_lifecycle",
+            default=None,
+            help="Serve POST /-/reload and /-/release.",
+        ),
+        click.option("--web.max-requests", "max_requests", metavar="N", help="Requests served at the same time."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _flags(given: dict[str, Any]) -> dict[str, object]:
+    """Flags by the names that the configuration knows them under."""
+    names = {
+        "listen_address": "web.listen-address",
+        "web_config_file": "web.config.file",
+        "enable_lifecycle": "web.enable-lifecycle",
+        "max_requests": "web.max-requests",
+        "log_level": "log.level",
+        "log_format": "log.format",
+    }
+    return {names[key]: value for key, value in given.items() if value is not None}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="oomwatch")
+def main() -> None:
+    """Watch the GPUs and the vLLM engines of this node, and tell before memory runs out.
+
+    \b
+    oomwatch check    what is there now, as a table
+    oomwatch run      the daemon: pages for people, /metrics for Prometheus
+    oomwatch demo     a simulated node with the story of each killer; needs no GPU
+
+    Without any configuration the GPUs are read through the NVIDIA driver, and the vLLM servers of this host are found
+    by themselves. Each setting can stand in a YAML file (--config.file), in an environment variable (OOMWATCH_…), or,
+    for the most used ones, in a flag; the later of these wins.
+    """
+
+
+@main.command()
+@_config_file
+@_web_options
+@_log_options
+def run(config_file: Path | None, **given: Any) -> None:
+    """Run the daemon until SIGTERM or SIGINT.
+
+    SIGHUP reads the configuration again. SIGUSR1 gives the driver's handles back, so that MIG can be reconfigured or
+    the driver unloaded; a second SIGUSR1 takes them back at once, and nvml.release_for by itself.
+    """
+
+    def make_feed(config: Config, pipeline: Pipeline) -> Feed:
+        return NodeFeed(config, pipeline.publish, lambda: pipeline.current)
+
+    _serve(config_file, _flags(given), make_feed)
+
+
+@main.command()
+@_config_file
+@_web_options
+@_log_options
+@click.option(
+    "--story",
+    type=click.Choice([TOUR, *STORIES]),
+    default=TOUR,
+    show_default=True,
+    help="What happens: " + "; ".join(f"{name}: {text}" for name, text in STORIES.items()) + ".",
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="The same seed gives the same story.")
+@click.option("--speed", type=click.FloatRange(0.1, 20), default=1.0, show_default=True, help="Times faster.")
+@click.option(
+    "--interval", type=click.FloatRange(1, 60), default=5.0, show_default=True, help="Seconds between two readings."
+)
+def demo(config_file: Path | None, story: str, seed: int, speed: float, interval: float, **given: Any) -> None:
+    """Run the daemon on a simulated node: GPUs, engines with traffic, and the story of each killer.
+
+    Everything after the sources is the real thing, so Prometheus, Grafana and alerts can watch it. Each story takes
+    ten minutes at most; the tour tells all of them, one after another.
+    """
+
+    def make_feed(config: Config, pipeline: Pipeline) -> Feed:
+        return DemoFeed(config, pipeline.publish, story=story, seed=seed, speed=speed)
+
+    pace = {f"OOMWATCH_INTERVALS__{name}": str(interval) for name in ("GPU", "PROCESSES", "SCRAPE", "HOST")}
+    _serve(config_file, _flags(given), make_feed, pace)
+
+
+@main.command()
+@_config_file
+@_log_options
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option(
+    "--wait",
+    type=click.FloatRange(0, 60),
+    default=0.0,
+    help="Read again after so many seconds; only two readings show progress.",
+)
+def check(config_file: Path | None, form: str, wait: float, **given: Any) -> None:
+    """Read the GPUs and engines once and print what is there.
+
+    \b
+    Exit status: 0 all is well
+                 1 something needs a look
+                 2 something is broken, or the configuration cannot be used
+
+    A node without a GPU or without an engine is not a fault: the table says so.
+    """
+    config = _loaded(config_file, {"log.level": "error", **_flags(given)})
+    snapshot = read_once(config, wait)
+    click.echo(report(snapshot, form))
+    sys.stdout.flush()
+    # A driver call that never returns may hold a thread; nothing is left to do, so nobody waits for it.
+    os._exit(exit_status(snapshot))
+
+
+@main.group()
+def config() -> None:
+    """Look at the configuration without running anything."""
+
+
+@config.command("check")
+@_config_file
+def config_check(config_file: Path | None) -> None:
+    """Print every mistake at once, with its place and what is allowed. Exit status 0 or 2."""
+    try:
+        loaded = load_with_places(config_file, os.environ, {})
+        problems = check_files(loaded.config, loaded.places)
+        if problems:
+            raise ConfigError(problems)
+    except ConfigError as error:
+        _refuse(error)
+    engines = len(loaded.config.engines)
+    click.echo(f"{config_file or 'configuration'}: ok, {engines} engine{'' if engines == 1 else 's'} configured")
+
+
+@config.command("show")
+@_config_file
+@_web_options
+@_log_options
+def config_show(config_file: Path | None, **given: Any) -> None:
+    """Print the configuration in force, defaults included, as YAML. Secrets are masked."""
+    click.echo(effective(_read(config_file, _flags(given))), nl=False)
+
+
+def _serve(
+    config_file: Path | None,
+    flags: dict[str, object],
+    make_feed: Callable[[Config, Pipeline], Feed],
+    defaults: dict[str, str] | None = None,
+) -> None:
+    _loaded(config_file, flags)
+    logs.log_uncaught()
+    environment = {**(defaults or {}), **os.environ}
+    daemon = Daemon(lambda: load(config_file, environment, flags), make_feed)
+    try:
+        daemon.run()
+    except CannotListen as error:
+        click.echo(f"oomwatch: {error}", err=True)
+        _leave(2)
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End now. A thread inside a driver call that hangs cannot be ended, and must not keep the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(thread is not threading.main_thread() for thread in threading.enumerate()):
+        os._exit(status)
+    sys.exit(status)
+
+
+def _loaded(config_file: Path | None, flags: dict[str, object]) -> Config:
+    config = _read(config_file, flags)
+    logs.configure(config.log.level, config.log.format)
+    return config
+
+
+def _read(config_file: Path | None, flags: dict[str, object]) -> Config:
+    try:
+        return load(config_file, os.environ, flags)
+    except ConfigError as error:
+        _refuse(error)
+
+
+def _refuse(error: ConfigError) -> NoReturn:
+    click.echo(str(error), err=True)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
