@@ -13,6 +13,7 @@ import re
 import selectors
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections import deque
@@ -131,6 +132,7 @@ class Connections:
         self._stop_at = time.monotonic() + timeout
         self._wake()
         self._thread.join(timeout + 1.0)
+        self._waker.close()
 
     @property
     def alive(self) -> bool:
@@ -216,7 +218,7 @@ class Connections:
                     lambda c: self._refuse(c, "408 Request Timeout", "The request took too long."), connection
                 )
             else:
-                self._close(connection)
+                self._cut(connection)
 
     # --- new connections -------------------------------------------------------------------------------------
 
@@ -258,7 +260,7 @@ class Connections:
         waiting = waiting or [c for c in self._open if c.phase is _Phase.WRITE]
         if not waiting:
             return False
-        self._close(min(waiting, key=lambda c: (bool(c.incoming) or c.phase is not _Phase.READ, c.since)))
+        self._cut(min(waiting, key=lambda c: (bool(c.incoming) or c.phase is not _Phase.READ, c.since)))
         return True
 
     # --- one connection --------------------------------------------------------------------------------------
@@ -397,6 +399,13 @@ class Connections:
             self._selector.unregister(connection.socket)
         elif watched.events != events:
             self._selector.modify(connection.socket, events, connection)
+
+    def _cut(self, connection: _Connection) -> None:
+        """Close without another try to deliver what the client has not read, which would keep memory in the kernel."""
+        if connection.phase is _Phase.WRITE:
+            with suppress(OSError):
+                connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._close(connection)
 
     def _close(self, connection: _Connection) -> None:
         if connection not in self._open:

@@ -515,6 +515,8 @@ def _values(**fields: Maybe[object]) -> Plain:
 
 def _finite(value: object) -> object:
     """JSON has no NaN and no infinity."""
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
