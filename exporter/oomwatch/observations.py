@@ -349,6 +349,34 @@ class HostMemory:
     available: int
 
 
+# --- what the engines' own processes tell --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """What was read from an engine's log: an ``event`` with the numbers of its ``fields``, or the raw ``line``."""
+
+    t: float
+    engine: str
+    line: str | None = None
+    event: str | None = None
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AllocatorReport:
+    """Statistics of PyTorch's caching allocator in a worker (torch.cuda.memory_stats), bytes and counts.
+
+    ``largest_free_block`` is the largest block in bytes that is reserved and free, None where it was not read.
+    """
+
+    t: float
+    pid: int
+    gpu: str
+    stats: Mapping[str, int] = field(default_factory=dict)
+    largest_free_block: int | None = None
+
+
 # --- time and health -------------------------------------------------------------------------------------------
 
 
@@ -394,5 +422,7 @@ Observation: TypeAlias = (
     | HostMemory
     | SourceRun
     | TargetRemoved
+    | LogLine
+    | AllocatorReport
     | Tick
 )
