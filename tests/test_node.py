@@ -348,6 +348,10 @@ class TestProgress:
             == 0
         )
 
+    def test_is_not_claimed_where_nothing_would_show_it(self) -> None:
+        assert engine(fold(scrape(0, state="stats_disabled"))).last_progress is None
+        assert engine(fold(scrape(0, RankReading("0", running=1.0)), Tick(30))).last_progress is None
+
     def test_ranks_are_followed_apart(self) -> None:
         before = scrape(0, rank(1, tokens=5), rank(1, tokens=900, name="1"))
         after = scrape(10, rank(1, tokens=6), rank(1, tokens=2, name="1"))

@@ -328,7 +328,9 @@ class Node:
         if restarted:
             engine.restarts += 1
         moved = counters != engine.progress
-        if restarted or moved or engine.last_progress is None or not _has_work(scrape):
+        if not any(value >= 0 for values in counters.values() for value in values):
+            engine.last_progress = None  # nothing that would show progress is exposed
+        elif restarted or moved or engine.last_progress is None or not _has_work(scrape):
             # Waiting for work is no lack of progress: the clock runs only while there is work.
             engine.last_progress = self._t
         engine.progress = counters
