@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from oomwatch.judge import Judge
 from oomwatch.node import Node
 from oomwatch.observations import HostMemory, Observation, Tick
 from oomwatch.pipeline import Pipeline
@@ -16,7 +17,7 @@ from oomwatch.snapshot import EMPTY
 
 @pytest.fixture
 def pipeline() -> Generator[Pipeline]:
-    running = Pipeline(Node())
+    running = Pipeline(Judge(Node()))
     running.start()
     yield running
     running.stop()
@@ -49,9 +50,20 @@ def test_an_observation_that_cannot_be_folded_does_not_end_the_owner(pipeline: P
 
 def test_settings_change_between_two_observations(pipeline: Pipeline) -> None:
     owner: list[str] = []
-    pipeline.on_node(lambda _node: owner.append(threading.current_thread().name))
+    pipeline.on_judge(lambda _judge: owner.append(threading.current_thread().name))
     assert pipeline.flush(5)
     assert owner == ["pipeline"]
+
+
+def test_an_observer_is_told_everything_that_was_folded() -> None:
+    told: list[Observation] = []
+    pipeline = Pipeline(Judge(Node()), [told.append])
+    pipeline.start()
+    pipeline.publish(cast(Observation, "not an observation"))
+    pipeline.publish(Tick(t=5.0))
+    assert pipeline.flush(5)
+    assert told == [Tick(t=5.0)]
+    pipeline.stop()
 
 
 def test_flush_waits_for_everything_published_before(pipeline: Pipeline) -> None:
@@ -74,12 +86,12 @@ def test_a_stop_folds_what_was_published_before(pipeline: Pipeline) -> None:
 
 
 def test_a_snapshot_that_cannot_be_built_shows_nothing_rather_than_the_past(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = Node()
-    pipeline = Pipeline(node)
+    judge = Judge(Node())
+    pipeline = Pipeline(judge)
     pipeline.start()
     pipeline.publish(Tick(t=1.0))
     assert pipeline.wait_for(lambda s: s.t == 1.0, 5) is not None
-    monkeypatch.setattr(node, "snapshot", lambda: 1 / 0)
+    monkeypatch.setattr(judge, "snapshot", lambda: 1 / 0)
     pipeline.publish(Tick(t=2.0))
     assert pipeline.wait_for(lambda s: s is EMPTY, 5) is EMPTY
     assert pipeline.alive

@@ -21,6 +21,7 @@ from oomwatch.attribution import Neighbour
 from oomwatch.config import Config, config_hash
 from oomwatch.exposition import ConfigStatus, SnapshotCollector, registry, render
 from oomwatch.feed import Feed, Job
+from oomwatch.judge import Judge
 from oomwatch.node import Cadence, Node
 from oomwatch.pipeline import Pipeline
 from oomwatch.server import WebServer
@@ -51,7 +52,7 @@ def neighbours_of(config: Config) -> tuple[Neighbour, ...]:
 
 
 def new_pipeline(config: Config) -> Pipeline:
-    return Pipeline(Node(cadence_of(config), neighbours_of(config)))
+    return Pipeline(Judge(Node(cadence_of(config), neighbours_of(config))))
 
 
 class Daemon:
@@ -141,7 +142,7 @@ class Daemon:
             self._config = config
             logs.configure(config.log.level, config.log.format)
             cadence, neighbours = cadence_of(config), neighbours_of(config)
-            self.pipeline.on_node(lambda node: node.configure(cadence, neighbours))
+            self.pipeline.on_judge(lambda judge: judge.node.configure(cadence, neighbours))
             self._feed.configure(config)
             self._schedule()
             self._status = ConfigStatus(True, self._clock(), config_hash(config))

@@ -6,7 +6,7 @@ The same observations give the same verdicts, live, in a replay and in the demo,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from oomwatch.advice import advice
@@ -42,7 +42,7 @@ from oomwatch.observations import (
     known,
 )
 from oomwatch.settings import Section
-from oomwatch.snapshot import GpuView, HeldProcess, Holder, MigView, devices
+from oomwatch.snapshot import GpuView, HeldProcess, Holder, MigView, Snapshot, devices
 from oomwatch.verdicts import CATALOGUE, Verdict
 
 
@@ -130,6 +130,10 @@ class Judge:
     def verdicts(self) -> tuple[Verdict, ...]:
         """What was concluded at the last tick."""
         return self._verdicts
+
+    def snapshot(self) -> Snapshot:
+        """The present of the node, with what was concluded of it."""
+        return replace(self.node.snapshot(), verdicts=self._verdicts)
 
     def apply(self, observation: Observation) -> None:
         """Fold one observation in and tell the detectors. At a tick, conclude."""

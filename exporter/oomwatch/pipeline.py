@@ -5,11 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
-from oomwatch.node import Node
+from oomwatch.judge import Judge
 from oomwatch.observations import Observation
 from oomwatch.snapshot import EMPTY, Snapshot
 
@@ -19,15 +19,17 @@ _POLL_SECONDS = 0.5  # how often the owner looks whether it should stop
 
 
 class Pipeline:
-    """Owns a :class:`Node` in one thread.
+    """Owns a :class:`Judge` in one thread.
 
     ``publish`` may be called from any thread and never blocks. ``current`` is the latest snapshot: immutable, and
     swapped by a single assignment, so that a reader never sees half of a cycle.
     """
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._queue: queue.SimpleQueue[Observation | Callable[[Node], None]] = queue.SimpleQueue()
+    def __init__(self, judge: Judge, observers: Sequence[Callable[[Observation], None]] = ()) -> None:
+        """Each of ``observers`` is told every observation after it was folded, in the owner's thread."""
+        self._judge = judge
+        self._observers = tuple(observers)
+        self._queue: queue.SimpleQueue[Observation | Callable[[Judge], None]] = queue.SimpleQueue()
         self._swapped = threading.Condition()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipeline", daemon=True)
@@ -38,7 +40,7 @@ class Pipeline:
     def publish(self, observation: Observation) -> None:
         self._queue.put(observation)
 
-    def on_node(self, action: Callable[[Node], None]) -> None:
+    def on_judge(self, action: Callable[[Judge], None]) -> None:
         """Have the owner run ``action`` between two observations, for changes of settings."""
         self._queue.put(action)
 
@@ -69,7 +71,7 @@ class Pipeline:
     def flush(self, seconds: float) -> bool:
         """Wait until everything published before is in ``current``; False when that took longer than ``seconds``."""
         folded: list[int] = []
-        self.on_node(lambda _: folded.append(self._swaps))
+        self.on_judge(lambda _: folded.append(self._swaps))
         return self.wait_for(lambda _: bool(folded) and self._swaps > folded[0], seconds) is not None
 
     def _run(self) -> None:
@@ -85,12 +87,14 @@ class Pipeline:
                 self._fold(self._queue.get())
             self._swap()
 
-    def _fold(self, item: Observation | Callable[[Node], None]) -> None:
+    def _fold(self, item: Observation | Callable[[Judge], None]) -> None:
         try:
             if callable(item):
-                item(self._node)
-            else:
-                self._node.apply(item)
+                item(self._judge)
+                return
+            self._judge.apply(item)
+            for observer in self._observers:
+                observer(item)
         except Exception:
             # One observation that cannot be folded must not end the daemon: what still works goes on.
             self.failures += 1
@@ -98,7 +102,7 @@ class Pipeline:
 
     def _swap(self) -> None:
         try:
-            snapshot = self._node.snapshot()
+            snapshot = self._judge.snapshot()
         except Exception:
             self.failures += 1
             _log.exception("could not build a snapshot; showing nothing rather than the past")

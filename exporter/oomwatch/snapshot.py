@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from oomwatch.observations import (
     NOT_KNOWN,
@@ -21,6 +22,9 @@ from oomwatch.observations import (
     Maybe,
     Memory,
 )
+
+if TYPE_CHECKING:  # verdicts are about what stands here
+    from oomwatch.verdicts import Verdict
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,7 @@ class Snapshot:
     host: HostMemory | None = None
     sources: tuple[SourceView, ...] = ()
     unresolved_gpu_pids: Maybe[int] = NOT_READ  # pids that a GPU lists and this host's /proc does not have
+    verdicts: tuple[Verdict, ...] = ()  # as of the last tick
 
 
 EMPTY = Snapshot(t=0.0)
