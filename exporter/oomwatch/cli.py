@@ -20,6 +20,10 @@ from oomwatch.daemon import Daemon
 from oomwatch.demo import STORIES, TOUR, DemoFeed
 from oomwatch.feed import Feed, NodeFeed
 from oomwatch.pipeline import Pipeline
+from oomwatch.recording import RecordingError
+from oomwatch.recording import read as read_recording
+from oomwatch.replay import FORMS
+from oomwatch.replay import replay as run_replay
 from oomwatch.settings import ConfigError
 
 _log = structlog.get_logger(__name__)
@@ -91,6 +95,7 @@ def main() -> None:
     \b
     oomwatch check    what is there now, as a table
     oomwatch run      the daemon: pages for people, /metrics for Prometheus
+    oomwatch replay   what the daemon would have said of a recording
     oomwatch demo     a simulated node with the story of each killer; needs no GPU
 
     Without any configuration the GPUs are read through the NVIDIA driver, and the vLLM servers of this host are found
@@ -172,6 +177,31 @@ def check(config_file: Path | None, form: str, wait: float, **given: Any) -> Non
     sys.stdout.flush()
     # A driver call that never returns may hold a thread; nothing is left to do, so nobody waits for it.
     os._exit(exit_status(snapshot))
+
+
+@main.command()
+@click.argument("file", metavar="FILE")
+@_config_file
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def replay(file: str, config_file: Path | None, form: str) -> None:
+    """Run the detectors over a recording, with its clock, and print how the verdicts went.
+
+    FILE is a recording as oomwatch record writes it, plain or gzip; - reads standard input. Thresholds come from the
+    configuration. With --format json each change of a verdict's state is one JSON object on a line of its own, and the
+    last line is the summary.
+
+    \b
+    Exit status: 0 the recording was read to its end, whatever was found
+                 2 it could not be, or the configuration cannot be used
+    """
+    config = _read(config_file, {})
+    try:
+        with read_recording(file) as recording:
+            for line in FORMS[form](run_replay(recording, config)):
+                click.echo(line)
+    except RecordingError as error:
+        click.echo(f"oomwatch: {error}", err=True)
+        sys.exit(2)
 
 
 @main.group()
