@@ -63,7 +63,7 @@ def batches(begin: float, every: float, busy: float) -> Demand:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A vLLM server. ``gpus`` has each worker's device; there are as many data-parallel ``ranks`` as workers, or one."""
+    """A vLLM server. ``gpus`` has each worker's device; ``ranks`` are data-parallel: as many as workers, or one."""
 
     name: str
     model_name: str
@@ -109,8 +109,8 @@ LLAMA = EngineSpec(
     block_bytes=2560 * 1024,
     runtime=1_440 * MIB,
     prefix_tokens=512,
-    load=Load(rate=1.6, prompt=800, answer=260),
-    pace=Pace(prefill=2600, step=0.030, step_per_request=0.0002),
+    load=Load(rate=1.4, prompt=800, answer=260),
+    pace=Pace(prefill=1900, step=0.030, step_per_request=0.0002),
     memory_limit=64 * GIB,
 )
 QWEN = EngineSpec(

@@ -41,7 +41,7 @@ from oomwatch.sources.vllm.meaning import read_page
 from oomwatch.sources.vllm.pages import samples_from_recording
 
 _LOST = Absent("GPU_IS_LOST")
-_LONGEST_LEAP = 3600.0  # seconds of simulation made up for at once, such as after a suspended laptop
+_LONGEST_LEAP = 1200.0  # seconds of simulation made up for at once, such as after a suspended laptop
 
 
 class DemoNode:

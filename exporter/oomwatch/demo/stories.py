@@ -68,12 +68,12 @@ def _capacity(machine: Machine) -> Iterator[Phase]:
             f"{rank.preemptions} preemptions and {rank.finished_in_all} finished requests so far"
         )
 
-    llama.load = Load(rate=1.5, prompt=1000, answer=1000, spread=0.3)
-    llama.demand = steady(0.23)
-    yield _calm(110)
+    llama.demand = steady(0.85)
+    yield _calm(120, "all is well: many short answers")
+    llama.load = Load(rate=1.4, prompt=300, answer=1400, spread=0.4)
     llama.demand = steady(1.0)
-    yield Phase("more and more requests come: the KV pool fills", 60, pressure, until=lambda: rank.free < 64)
-    yield Phase("the KV pool is full, requests push each other out, throughput falls", 270, pressure)
+    yield Phase("requests with long answers come: the KV pool fills", 60, pressure, until=lambda: rank.free < 64)
+    yield Phase("the KV pool is full, requests push each other out, few come to an end", 250, pressure)
     rank.abandon()
     llama.demand = steady(0.0)
     yield Phase("clients gave up; what runs comes to its end", 60, pressure, until=lambda: rank.idle)
@@ -114,7 +114,7 @@ def _leak(machine: Machine) -> Iterator[Phase]:
     rank = llama.ranks[0]
     every, busy = 40.0, 18.0
     llama.demand = batches(machine.now, every, busy)
-    llama.load = replace(llama.spec.load, rate=2.2)
+    llama.load = replace(llama.spec.load, rate=1.6)
 
     def lost() -> str:
         return f"{rank.lost} of {rank.blocks} blocks lost, {len(rank.running)} requests run, {len(rank.waiting)} wait"
@@ -163,7 +163,7 @@ def _host_leak(machine: Machine) -> Iterator[Phase]:
     limit = llama.spec.memory_limit
     llama.demand = steady(0.6)
     yield _calm(75)
-    llama.loss.host = 80 * MIB
+    llama.loss.host = 160 * MIB
 
     def held() -> int:
         return sum(process.anon for process in llama.processes)
