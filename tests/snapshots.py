@@ -6,6 +6,9 @@ from dataclasses import replace
 
 from oomwatch.attribution import UNKNOWN, held_memory, unowned_memory
 from oomwatch.observations import (
+    HUNG,
+    NOT_READ,
+    STALE,
     Absent,
     DriverReport,
     EngineFacts,
@@ -224,7 +227,8 @@ def full() -> Snapshot:
 
 def bare() -> Snapshot:
     """A node without GPU and without engine."""
-    return Snapshot(t=NOW, driver=DriverReport(NOW, "library_missing", "no libnvidia-ml.so.1 on the loader's path"))
+    detail = "the driver library cannot be loaded. Install NVIDIA's driver; in a container, use the NVIDIA runtime"
+    return Snapshot(t=NOW, driver=DriverReport(NOW, "library_missing", detail))
 
 
 def crowded(gpus: int, processes: int, engines: int) -> Snapshot:
@@ -252,3 +256,134 @@ def crowded(gpus: int, processes: int, engines: int) -> Snapshot:
     )
     sources = tuple(SourceView("nvml", gpu_uuid(index), True, NOW, NOW, 0.004) for index in range(gpus))
     return Snapshot(t=NOW, driver=driver(), gpus=tuple(views), engines=serving, sources=sources, unresolved_gpu_pids=0)
+
+
+def healthy() -> Snapshot:
+    """Four GPUs and two engines on two of them each, all well."""
+    first = replace(
+        engine("llama-70b", ranks=(rank("0"),)),
+        gpu_memory={gpu_uuid(0): 69 * GIB, gpu_uuid(1): 69 * GIB},
+        processes=(host_process(4700, "api_server"), host_process(4711, "worker", "TP0")),
+    )
+    second = replace(
+        engine("qwen-32b", ranks=(replace(rank("0"), usage=0.12, waiting=0.0, preemptions=0.0), rank("1"))),
+        gpu_memory={gpu_uuid(2): 69 * GIB, gpu_uuid(3): 69 * GIB},
+    )
+    names = ("llama-70b", "llama-70b", "qwen-32b", "qwen-32b")
+    gpus = tuple(
+        replace(gpu(index, (engine_process(4711 + index, 69 * GIB, name),)), unowned=0)
+        for index, name in enumerate(names)
+    )
+    watched = (*((("nvml", view.uuid)) for view in gpus), ("vllm", "llama-70b"), ("vllm", "qwen-32b"), ("host", ""))
+    return Snapshot(
+        t=NOW,
+        driver=driver(),
+        gpus=gpus,
+        engines=(first, second),
+        host=HostMemory(NOW, 1024 * GIB, 512 * GIB),
+        sources=tuple(SourceView(source, target, True, NOW, NOW, 0.004) for source, target in watched),
+        unresolved_gpu_pids=0,
+    )
+
+
+def lost(index: int) -> GpuView:
+    """A device that fell off the bus ten minutes ago."""
+    reason = Absent("GPU_IS_LOST")
+    fallen = gpu(index, read=reason)
+    assert fallen.poll is not None
+    poll = replace(
+        fallen.poll, processes=reason, utilization=reason, temperature=reason, power=reason, ecc_uncorrected=reason
+    )
+    return replace(
+        fallen, poll=poll, processes=reason, held=reason, last_seen=NOW - 600, xids=(XidCount(79, 1, NOW - 600),)
+    )
+
+
+def gone(view: EngineView, seconds: float = 660) -> EngineView:
+    """The same engine so long after its processes have ended."""
+    assert view.last_answer is not None
+    return replace(
+        view,
+        state="gone",
+        error="its processes have ended",
+        scrape=None,
+        last_answer=replace(view.last_answer, t=NOW - seconds),
+        last_seen=NOW - seconds,
+        last_progress=NOW - seconds - 1,
+        gpu_memory=NOT_READ,
+    )
+
+
+def frozen(view: EngineView, seconds: float = 240) -> EngineView:
+    """The same engine with requests and no progress for so long."""
+    return replace(
+        view,
+        state="frozen",
+        error=f"requests are there, and no counter has moved for {seconds:.0f} s",
+        last_progress=NOW - seconds,
+    )
+
+
+def troubled() -> Snapshot:
+    """A bad night: a lost and a silent device, memory without owner, and engines in every kind of trouble."""
+    leaking = replace(gpu(0, (engine_process(4711, 60 * GIB, "llama-8b"),)), unowned=10 * GIB)
+    silent = replace(gpu(2), poll=None, memory=STALE, processes=STALE, held=STALE, unowned=STALE, last_seen=NOW - 120)
+    hung = replace(gpu(3, read=HUNG), processes=HUNG, held=HUNG, last_seen=NOW - 45)
+    quiet = engine("no-statistics", ranks=(RankReading("0"),))
+    engines = (
+        frozen(engine("llama-8b")),
+        gone(engine("mixtral")),
+        replace(unreachable(engine("qwen-7b")), last_seen=NOW - 30),
+        replace(unreachable(engine("loading")), last_seen=None, last_answer=None, last_progress=None),
+        replace(quiet, state="stats_disabled", error="the page has no vllm: series"),
+        replace(
+            engine("hidden-port"),
+            facts=EngineFacts("hidden-port", no_address="Name it under engines: with its url.", origin="discovery"),
+            state="no_address",
+            error="its processes run here, but where its /metrics is reached is not known",
+            scrape=None,
+            last_answer=None,
+            last_seen=None,
+        ),
+    )
+    return Snapshot(
+        t=NOW,
+        driver=driver(),
+        gpus=(leaking, lost(1), silent, hung),
+        engines=engines,
+        host=HostMemory(NOW, 256 * GIB, 9 * GIB),
+        sources=(
+            SourceView("nvml", gpu_uuid(0), True, NOW, NOW, 0.004),
+            SourceView("nvml", gpu_uuid(1), False, NOW, NOW - 600, 0.001, 40, "GPU_IS_LOST"),
+            SourceView("vllm", "qwen-7b", False, NOW, NOW - 30, 0.001, 2, "connection refused"),
+            SourceView("host", "", None, NOW - 300, NOW - 300, 0.02, 2, "silent for 300 s"),
+            SourceView("discovery", "", False, NOW, None, 0.02, 9, "/proc cannot be read"),
+        ),
+        unresolved_gpu_pids=3,
+    )
+
+
+def hostile() -> Snapshot:
+    """Every text that comes from outside tries to be markup."""
+    markup = '<img src=x onerror="window.owned=1">'
+    serving = engine(markup)
+    assert serving.scrape is not None
+    scrape = replace(serving.scrape, model_name=markup, ranks=(rank(markup),))
+    serving = replace(
+        serving,
+        facts=EngineFacts(markup, target=markup, vllm_version=markup),
+        state="unreachable",
+        error=markup,
+        scrape=None,
+        last_answer=scrape,
+        gpu_memory={markup: GIB},
+    )
+    process = HeldProcess(1, GIB, Holder("neighbour", markup), markup)
+    card = replace(gpu(0, (process,)), uuid=markup, name=markup, last_seen=NOW)
+    return Snapshot(
+        t=NOW,
+        driver=DriverReport(NOW, "error", markup),
+        gpus=(card, replace(card, index=1, memory=Absent(markup), held=Absent(markup))),
+        engines=(serving,),
+        sources=(SourceView(markup, markup, False, NOW, NOW, 0.1, 1, markup),),
+    )

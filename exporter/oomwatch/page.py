@@ -150,6 +150,8 @@ def _problems_section(found: tuple[Problem, ...], counts: Counter[str], snapshot
     verdict = " and ".join(parts) or "Nothing is wrong, as far as can be seen"
     if not snapshot.t:
         worst, verdict = "info", "Starting"
+    elif worst == "fine" and not snapshot.gpus and not snapshot.engines:
+        worst, verdict = "info", "Nothing to watch: no GPU and no vLLM server here"
     items = "\n".join(_problem(problem, now) for problem in found)
     return (
         f'<section aria-label="What is wrong"><p class="verdict {worst}">{_ICONS[worst]} {verdict}</p>'
@@ -199,7 +201,7 @@ def _gpu_rows(gpu: GpuView, now: float) -> Iterator[str]:
         last = _last_memory(gpu, now)
     yield _gpu_row(
         "",
-        f"<strong>{escape(label)}</strong> {escape(gpu.name)}<br><small>{escape(gpu.uuid)}</small>",
+        f'<strong>{escape(label)}</strong> {escape(gpu.name)}<br><small class="uuid">{escape(gpu.uuid)}</small>',
         _memory_cell(gpu, label) + last,
         _held_cell(gpu),
         _condition_cell(gpu, now),
@@ -208,7 +210,7 @@ def _gpu_rows(gpu: GpuView, now: float) -> Iterator[str]:
         name = f"Slice {mig.gi}/{mig.ci} of {label}"
         yield _gpu_row(
             "slice",
-            f"<strong>{escape(name)}</strong><small>{escape(mig.uuid)}</small>",
+            f'<strong>{escape(name)}</strong><small class="uuid">{escape(mig.uuid)}</small>',
             _memory_cell(mig, name),
             _held_cell(mig),
             "",
@@ -410,13 +412,15 @@ def _rank_table(name: str, scrape: EngineScrape, caption: str) -> str:
 
 
 def _rank_row(engine: str, rank: RankReading) -> str:
-    numbers = (("Running", rank.running), ("Waiting", rank.waiting), ("Preemptions", rank.preemptions))
+    waiting = _number(rank.waiting)
+    if known(rank.waiting_capacity):
+        waiting += f" <small>({_number(rank.waiting_capacity)} for lack of blocks)</small>"
+    numbers = (("Running", _number(rank.running)), ("Waiting", waiting), ("Preemptions", _number(rank.preemptions)))
     cells = "".join(
-        f'<td role="cell" class="number" data-label="{name}"><span>{_number(value)}</span></td>'
-        for name, value in numbers
+        f'<td role="cell" class="number" data-label="{name}"><span>{text}</span></td>' for name, text in numbers
     )
     return (
-        f'<tr role="row"><th scope="row" role="rowheader">{escape(rank.rank)}</th>'
+        f'<tr role="row"><th scope="row" role="rowheader" data-label="Rank">{escape(rank.rank)}</th>'
         f'<td role="cell">{_pool_cell(engine, rank)}</td>{cells}</tr>'
     )
 

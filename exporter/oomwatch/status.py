@@ -101,13 +101,13 @@ def _of_the_data(snapshot: Snapshot, now: float | None) -> Iterator[Problem]:
 # --- driver ----------------------------------------------------------------------------------------------------
 
 _DRIVER_TROUBLE: Mapping[str, tuple[str, str]] = {
-    "library_missing": ("warning", "NVIDIA's driver library cannot be loaded"),
-    "driver_not_loaded": ("warning", "NVIDIA's driver is not loaded"),
-    "no_permission": ("warning", "NVIDIA's driver may not be used"),
-    "version_mismatch": ("warning", "NVIDIA's driver library does not fit the loaded kernel module"),
-    "released": ("info", "The GPUs are not read"),
+    "library_missing": ("warning", "No GPU can be read"),
+    "driver_not_loaded": ("warning", "No GPU can be read"),
+    "no_permission": ("warning", "No GPU can be read"),
+    "version_mismatch": ("warning", "No GPU can be read"),
+    "released": ("info", "No GPU is read"),
     "hung": ("critical", "NVIDIA's driver does not answer"),
-    "error": ("warning", "NVIDIA's driver library fails"),
+    "error": ("warning", "No GPU can be read"),
 }
 
 
@@ -358,6 +358,12 @@ _ENGINE_TROUBLE: Mapping[str, tuple[str, str, str, str]] = {
         "Raise max_page_bytes of this engine in the configuration, if the page is really vLLM's.",
     ),
     "not_metrics": ("warning", "warning", "has no page of metrics", "Check its url: it must be vLLM's own address."),
+    "not_vllm": (
+        "warning",
+        "warning",
+        "has a page of metrics that is not vLLM's",
+        "Check its url: something else answers there.",
+    ),
     "truncated": ("warning", "warning", "cuts its page of metrics short", "Look at its log and at proxies before it."),
     "duplicate_series": (
         "warning",
@@ -393,7 +399,7 @@ def _of_engine(engine: EngineView, t: float) -> Iterator[Problem]:
     since = engine.last_progress if engine.state == "frozen" else engine.last_seen
     if trouble is not None:
         after, before, text, action = trouble
-        told = engine.state in ("frozen", "dead", "gone") or not engine.error
+        told = engine.state in ("frozen", "dead", "gone", "no_address") or not engine.error
         yield Problem(
             before if engine.last_seen is None else after,
             "engine",
