@@ -17,6 +17,7 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from oomwatch.detection import DetectionConfig
 from oomwatch.observations import EngineFacts
 from oomwatch.settings import (
     ConfigError,
@@ -395,6 +396,7 @@ class Config(Section):
     neighbours: tuple[NeighbourConfig, ...] = Field(
         default=(), description="Known users of GPU memory that are no engines."
     )
+    detection: DetectionConfig = Field(default=DetectionConfig())
     exposition: ExpositionConfig = Field(default=ExpositionConfig())
     log: LogConfig = Field(default=LogConfig())
     web: ServerConfig = Field(default=ServerConfig())

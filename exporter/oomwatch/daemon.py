@@ -19,6 +19,7 @@ from apscheduler.triggers.interval import IntervalTrigger
 from oomwatch import __version__, logs
 from oomwatch.attribution import Neighbour
 from oomwatch.config import Config, config_hash
+from oomwatch.detection import ConfiguredPolicy
 from oomwatch.exposition import ConfigStatus, SnapshotCollector, registry, render
 from oomwatch.feed import Feed, Job
 from oomwatch.judge import Judge
@@ -52,7 +53,12 @@ def neighbours_of(config: Config) -> tuple[Neighbour, ...]:
 
 
 def new_pipeline(config: Config) -> Pipeline:
-    return Pipeline(Judge(Node(cadence_of(config), neighbours_of(config))))
+    return Pipeline(Judge(Node(cadence_of(config), neighbours_of(config)), ConfiguredPolicy(config.detection)))
+
+
+def _configure(judge: Judge, config: Config) -> None:
+    judge.node.configure(cadence_of(config), neighbours_of(config))
+    judge.configure(ConfiguredPolicy(config.detection))
 
 
 class Daemon:
@@ -141,8 +147,7 @@ class Daemon:
                 _log.warning("settings under web take effect at the next start")
             self._config = config
             logs.configure(config.log.level, config.log.format)
-            cadence, neighbours = cadence_of(config), neighbours_of(config)
-            self.pipeline.on_judge(lambda judge: judge.node.configure(cadence, neighbours))
+            self.pipeline.on_judge(lambda judge: _configure(judge, config))
             self._feed.configure(config)
             self._schedule()
             self._status = ConfigStatus(True, self._clock(), config_hash(config))

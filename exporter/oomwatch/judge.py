@@ -66,6 +66,16 @@ class Defaults:
         return ""
 
 
+class SwitchedOff:
+    """Stands in for the detector of a verdict that the configuration switches off."""
+
+    def observe(self, sample: Sample) -> None:
+        """Learn nothing."""
+
+    def conclude(self, _t: float) -> Finding:
+        return unknown("switched off")
+
+
 @dataclass
 class Life:
     """How far an engine has come: each restart, sleep, wake-up or reload begins a new segment."""
@@ -86,6 +96,7 @@ class Seat:
     verdict: str
     subject: Subject
     detector: Detector
+    settings: Section | None
     finding: Finding = field(default_factory=lambda: unknown("no data yet"))
     since: float = 0.0
 
@@ -118,14 +129,13 @@ class Judge:
     def configure(self, policy: Policy) -> None:
         """Take over new settings. Detectors whose thresholds changed begin anew."""
         self._policy = policy
+        kinds = {kind.verdict: kind for kind in self._kinds}
         for seats in self.memory.seats.values():
-            for seat in list(seats):
-                kind = next(kind for kind in self._kinds if kind.verdict == seat.verdict)
-                settings = policy.settings(kind, seat.subject)
-                if settings is None:
-                    seats.remove(seat)
-                elif settings != getattr(seat.detector, "settings", settings):
-                    seat.detector = kind.make(seat.subject, settings)
+            for seat in seats:
+                settings = policy.settings(kinds[seat.verdict], seat.subject)
+                if settings != seat.settings:
+                    seat.settings = settings
+                    seat.detector = _detector(kinds[seat.verdict], seat.subject, settings)
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """What was concluded at the last tick."""
@@ -335,9 +345,10 @@ class Judge:
         if seats is None:
             seats = self.memory.seats[key] = []
             for kind in self._kinds:
-                settings = self._policy.settings(kind, subject) if kind.about == about else None
-                if settings is not None:
-                    seats.append(Seat(kind.verdict, subject, kind.make(subject, settings), since=self.node.t))
+                if kind.about == about:
+                    settings = self._policy.settings(kind, subject)
+                    detector = _detector(kind, subject, settings)
+                    seats.append(Seat(kind.verdict, subject, detector, settings, since=self.node.t))
         return seats
 
     def _tell(self, seats: Iterable[Seat], sample: Sample) -> None:
@@ -373,6 +384,10 @@ class Judge:
 
     def _facts_of(self, subject: Subject) -> EngineFacts | None:
         return self.node.engine(subject.engine).facts if subject.engine is not None else None
+
+
+def _detector(kind: Kind, subject: Subject, settings: Section | None) -> Detector:
+    return SwitchedOff() if settings is None else kind.make(subject, settings)
 
 
 _QUIET: tuple[State, ...] = ("clear", "unknown")
