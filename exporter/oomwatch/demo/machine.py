@@ -286,7 +286,6 @@ class Server:
         self.state = "down"
         self.demand = self._usual_demand = demand
         self.load = spec.load
-        self.refused_starts = 0
         self.loss = _Loss()
         self.started_unix = 0.0
         self.ranks: tuple[Rank, ...] = ()
@@ -470,7 +469,6 @@ class Server:
     def _start(self, age: float) -> None:
         if not self._fits and age >= _CONTEXT_AT + _REFUSAL_SECONDS:
             self.stop()
-            self.refused_starts += 1
             return
         for worker in self.workers:
             worker.gpu_bytes = self._loading(age)

@@ -208,8 +208,8 @@ def _stuck(machine: Machine) -> Iterator[Phase]:
     rank = llama.ranks[0]
     llama.demand = steady(0.6)
     yield _calm(75)
-    # A hang shows only while something runs.
-    yield _until_running(rank.running.__len__)
+    # From outside a hang shows only while something runs.
+    yield Phase("all is well", 30, until=lambda: len(rank.running) >= 4)
     llama.freeze()
     yield Phase(
         "a worker of llama-70b hangs: every number stands still, /health is green",
@@ -259,10 +259,6 @@ def _restarts(machine: Machine) -> Iterator[Phase]:
 
 def _down(server: Server) -> Callable[[], bool]:
     return lambda: server.state == "down"
-
-
-def _until_running(count: Callable[[], int]) -> Phase:
-    return Phase("all is well", 30, until=lambda: count() >= 4)
 
 
 _SCRIPTS: Mapping[str, tuple[str, Script]] = {
