@@ -20,8 +20,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from tests.e2e.engine import VllmEngine  # noqa: E402 - needs the line above
-from tests.e2e.processes import ServerError, wait_until  # noqa: E402
-from tests.e2e.vllm_setup import (  # noqa: E402
+from tests.e2e.processes import ServerError, wait_until  # noqa: E402 - needs the path above
+from tests.e2e.vllm_setup import (  # noqa: E402 - needs the path above
     REQUIREMENTS,
     VllmSetupError,
     VllmVenv,

@@ -17,7 +17,7 @@ from oomwatch.check import exit_status, read_once, report
 from oomwatch.config import Config, check_files, effective, load, load_with_places
 from oomwatch.connections import CannotListen
 from oomwatch.daemon import Daemon
-from oomwatch.demo import STORIES, TOUR, DemoFeed
+from oomwatch.demo import SETTINGS, STORIES, TOUR, DemoFeed
 from oomwatch.feed import Feed, NodeFeed
 from oomwatch.pipeline import Pipeline
 from oomwatch.recording import RecordingError
@@ -148,6 +148,7 @@ def demo(config_file: Path | None, story: str, seed: int, speed: float, interval
         return DemoFeed(config, pipeline.publish, story=story, seed=seed, speed=speed)
 
     pace = {f"OOMWATCH_INTERVALS__{name}": str(interval) for name in ("GPU", "PROCESSES", "SCRAPE", "HOST")}
+    pace.update(SETTINGS)
     _serve(config_file, _flags(given), make_feed, pace)
 
 

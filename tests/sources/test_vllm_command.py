@@ -171,7 +171,7 @@ def test_whole_numbers_for_people(text: str | None, value: int | None) -> None:
     [
         ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B-Instruct"),
         ("/models/llama/", "llama"),
-        ("/root/.cache/hub/models--Qwen--Qwen3-0.6B/snapshots/0123abcd", "Qwen3-0.6B"),
+        ("/models/hub/models--Qwen--Qwen3-0.6B/snapshots/0123abcd", "Qwen3-0.6B"),
         ("s3://bucket/model?signature=s3cret", "model"),
         ("org/repo:Q4_K_M", "repo-Q4_K_M"),
         ("a model, so called", "a-model-so-called"),
