@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from oomwatch.detectors.base import Detector, Subject
+from oomwatch.detectors.leak import (
+    GpuMemoryLeak,
+    GpuMemoryLeakSettings,
+    HostMemoryLeak,
+    HostMemoryLeakSettings,
+    KvBlockLeak,
+    KvBlockLeakSettings,
+)
 from oomwatch.settings import Section
 
 About = Literal["rank", "engine", "device", "held", "process"]
@@ -23,4 +31,8 @@ class Kind:
     settings: type[Section]
 
 
-KINDS: tuple[Kind, ...] = ()
+KINDS: tuple[Kind, ...] = (
+    Kind("kv-block-leak", "rank", KvBlockLeak, KvBlockLeakSettings),
+    Kind("gpu-memory-leak", "held", GpuMemoryLeak, GpuMemoryLeakSettings),
+    Kind("host-memory-leak", "process", HostMemoryLeak, HostMemoryLeakSettings),
+)

@@ -1,0 +1,963 @@
+"""The leak killer: KV blocks that no request owns, device memory and host memory that only grow."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pydantic import Field
+
+from oomwatch import units
+from oomwatch.detectors.base import (
+    LEVEL,
+    Eta,
+    Evidence,
+    Finding,
+    HeldSample,
+    HostSample,
+    Latch,
+    RankSample,
+    Sample,
+    State,
+    Subject,
+    unknown,
+)
+from oomwatch.detectors.statistics import (
+    BinnedFloors,
+    DailyQuantiles,
+    DifferenceSlope,
+    Forgetting,
+    Point,
+    SlidingFloor,
+    SurpriseSteps,
+    Thinned,
+    Trend,
+    ratchet,
+    seconds_until,
+    theil_sen,
+)
+from oomwatch.observations import Maybe, RankReading, known
+from oomwatch.settings import Duration, Section, Size
+
+MIB = 1 << 20
+GIB = 1 << 30
+HOUR = 3600.0
+DAY = 24 * HOUR
+
+
+# --- KV blocks ---------------------------------------------------------------------------------------------------
+
+
+class KvBlockLeakSettings(Section):
+    """When blocks of the KV pool count as lost. Shares are of the pool's usable blocks."""
+
+    ticket_share: float = Field(0.03, ge=0, le=1, description="Share of the pool that is surely lost, for a ticket.")
+    page_share: float = Field(0.15, ge=0, le=1, description="Share of the pool that is surely lost, for a page.")
+    page_growing_share: float = Field(
+        0.05, ge=0, le=1, description="Share that is surely lost, for a page when the rest will be soon."
+    )
+    page_within: Duration = Field(
+        12 * HOUR, gt=0, description="A growing loss pages when the pool is gone within this time."
+    )
+    connector_ticket_share: float = Field(
+        0.45, ge=0, le=1, description="As ticket_share, where a KV connector may hold blocks by right."
+    )
+    connector_page_share: float = Field(
+        0.55, ge=0, le=1, description="As page_share, where a KV connector may hold blocks by right."
+    )
+    hold_time: Duration = Field(
+        600.0, gt=0, description="Longest time that a KV connector holds a finished request's blocks by right."
+    )
+    confirm_within: Duration = Field(
+        HOUR, gt=0, description="Two readings at most this far apart confirm each other: one alone proves nothing."
+    )
+    wedge_share: float = Field(
+        0.30, ge=0, le=1, description="Share in use while nothing runs and requests wait, for a page."
+    )
+    wedge_time: Duration = Field(120.0, gt=0, description="How long that has to last, with every counter still.")
+    low_load_quantile: float = Field(
+        0.2, gt=0, le=0.5, description="Readings with at most this quantile of the day's running requests are low load."
+    )
+    low_load_memory: Duration = Field(DAY, gt=0, description="How far back the quantile and the noise look.")
+    low_load_windows: tuple[float, ...] = Field(
+        (600.0, 3600.0, 21600.0), description="Widths in seconds of the windows whose floors have to rise."
+    )
+    low_load_rises: tuple[float, ...] = Field(
+        (0.20, 0.10, 0.08), description="Share by which the floors have to rise in all, one for each width."
+    )
+    low_load_ticket_share: float = Field(0.05, ge=0, le=1, description="Floor under low load, for a ticket.")
+    low_load_page_share: float = Field(0.25, ge=0, le=1, description="Floor under low load, for a page.")
+    low_load_sigmas: float = Field(4.0, ge=0, description="How many deviations of the noise the rise has to exceed.")
+    stale_after: Duration = Field(300.0, gt=0, description="Without a reading for so long nothing is known.")
+    page_hold: Duration = Field(900.0, ge=0, description="How long a page stands after its condition ended.")
+    ticket_hold: Duration = Field(HOUR, ge=0, description="How long a ticket stands after its condition ended.")
+
+
+_STEPS = 4  # floors that have to rise, one after the other
+_RATCHET_TOLERANCE = 0.002  # of the pool: less is no rise
+_LOOK_BACK = 10  # windows among which the rising ones are looked for
+_LARGEST_GAP = 120.0  # between two readings whose difference still tells how blocks follow requests
+
+
+@dataclass
+class _LowLoadLeak:
+    """What the floors under low load say: the share that seems lost, and its growth."""
+
+    floor: float
+    rise: float
+    trend: Trend | None
+    width: float
+    t: float
+
+
+class _LowLoad:
+    """Floors of what running requests do not explain, for engines that are never idle. Shares of the pool.
+
+    Used blocks follow running requests by a factor that differences of neighbouring readings give; what is left has a
+    floor when few requests run. Traffic moves that floor up and down; a leak only up.
+    """
+
+    def __init__(self, settings: KvBlockLeakSettings) -> None:
+        self._settings = settings
+        self._factor = DifferenceSlope(settings.low_load_memory, _LARGEST_GAP)
+        self._running = DailyQuantiles(settings.low_load_memory)
+        self._hourly = Forgetting(max(settings.low_load_windows[0], settings.low_load_windows[1]))
+        self._noise = Forgetting(settings.low_load_memory)
+        self._scales = [BinnedFloors(width, _LOOK_BACK) for width in settings.low_load_windows]
+        self._threshold = 0.0
+        self._threshold_t = -math.inf
+        self.leak: _LowLoadLeak | None = None
+
+    def add(self, t: float, used: float, running: float, waiting: float) -> None:
+        self._factor.add(t, running, used)
+        self._running.add(t, running)
+        if t - self._threshold_t >= 60:
+            self._threshold = self._running.quantile(self._settings.low_load_quantile) or 0.0
+            self._threshold_t = t
+        if waiting > 0 or running > self._threshold:
+            return
+        rest = used - max(0.0, self._factor.slope or 0.0) * running
+        self._hourly.add(t, rest)
+        self._noise.add(t, rest - self._hourly.mean)
+        for scale, rise in zip(self._scales, self._settings.low_load_rises, strict=True):
+            if scale.add(t, rest) is not None:
+                self._judge(scale, rise, t)
+
+    @property
+    def windows(self) -> int:
+        """How many floors there are at the finest scale."""
+        return len(self._scales[0].closed)
+
+    def _judge(self, scale: BinnedFloors, rise: float, t: float) -> None:
+        points = scale.floors()
+        floors = [value for _, value in points]
+        least = max(rise, self._settings.low_load_sigmas * self._noise.deviation)
+        if ratchet(floors, _STEPS, least, _RATCHET_TOLERANCE):
+            last = points[-_STEPS:]
+            self.leak = _LowLoadLeak(floors[-1], floors[-1] - floors[-_STEPS], theil_sen(last), scale.width, t)
+
+    def contradict(self, used: float) -> None:
+        """A reading below the floor: what seemed lost was not."""
+        if self.leak is not None and used < 0.8 * self.leak.floor:
+            self.leak = None
+
+
+class KvBlockLeak:
+    """Blocks that no request owns: they are lost until the engine restarts.
+
+    Physics first: with nothing running, used blocks must be 0, and R running requests of at most L tokens cannot own
+    more than R x L tokens; what is used beyond that is owned by nobody. Both give a lower bound for the loss, at once
+    and without any trend. Every reading is an upper bound, so a loss that traffic undercuts is taken back. Engines
+    that are never so quiet are judged by their floors under low load. Where a KV connector holds blocks of finished
+    requests by right, the loss is what stays for longer than it may hold them. About 45 KB per rank.
+    """
+
+    verdict = "kv-block-leak"
+
+    def __init__(self, subject: Subject, settings: KvBlockLeakSettings) -> None:
+        self.subject = subject
+        self.settings = settings
+        self._latch = Latch(settings.page_hold, settings.ticket_hold)
+        self._segment: int | None = None
+        self._t: float | None = None
+        self._finding: Finding | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        """A new life: blocks that were lost are free again."""
+        settings = self.settings
+        self._latch.reset()
+        self._missing = ""
+        self._asleep = False
+        self._connector = False
+        self._reclaims = False
+        self._reclaimed_from = 0.0
+        self._blocks: int | None = None
+        self._lost = 0.0  # share that is lost for sure
+        self._how = ""
+        self._candidate: Point | None = None
+        self._held = SlidingFloor(settings.hold_time)
+        self._history = Thinned(settings.confirm_within / 60)
+        self._trend: Trend | None = None
+        self._low_load = _LowLoad(settings)
+        self._lowest = SlidingFloor(settings.confirm_within)
+        self._idle_since: float | None = None
+        self._idle_floor: float | None = None
+        self._progress: tuple[float | None, ...] = ()
+        self._moved: float | None = None
+        self._wedged_since: float | None = None
+        self._wedged = 0.0
+        self._running = 0.0
+        self._since: float | None = None
+
+    # --- readings ------------------------------------------------------------------------------------------------
+
+    def observe(self, sample: Sample) -> None:
+        """Takes in readings of its rank; everything else tells it nothing."""
+        if not isinstance(sample, RankSample):
+            return
+        self._finding = None
+        if sample.segment != self._segment:
+            self._clear()
+            self._segment = sample.segment
+        t, reading = sample.t, sample.reading
+        self._t = t
+        self._asleep = sample.asleep
+        used, running, waiting = _share(reading), known(reading.running), known(reading.waiting)
+        self._missing = _what_is_missing(used, running, waiting)
+        if used is None or running is None or waiting is None or self._asleep:
+            return
+        if self._since is None:
+            self._since = t
+        self._blocks = known(reading.pool.blocks)
+        self._connector = sample.kv_connector
+        self._running = running
+        waiting += known(reading.swapped) or 0.0
+        self._take_in(t, used, running, waiting, sample)
+
+    def _take_in(self, t: float, used: float, running: float, waiting: float, sample: RankSample) -> None:
+        self._follow_progress(t, sample.reading)
+        self._undercut(used)
+        self._lowest.add(t, used)
+        self._follow_idle(t, used, running + waiting == 0)
+        self._follow_wedge(t, used, running, waiting, sample.reading)
+        owned = self._most_owned(running, waiting, sample)
+        if owned is not None:
+            self._bound(t, used - owned, "idle" if running + waiting == 0 else "more than all requests can own")
+        elif self._holding:
+            self._held.add(t, used)
+        self._low_load.add(t, used, running, waiting)
+        self._low_load.contradict(used)
+
+    @property
+    def _holding(self) -> bool:
+        """Whether blocks may be held by right although no request runs."""
+        return self._connector or self._reclaims
+
+    def _follow_progress(self, t: float, reading: RankReading) -> None:
+        finished = known(reading.finished)
+        progress = (
+            known(reading.prompt_tokens),
+            known(reading.generation_tokens),
+            known(reading.steps),
+            sum(finished.values()) if finished is not None else None,
+        )
+        if progress != self._progress:
+            self._progress, self._moved = progress, t
+
+    def _undercut(self, used: float) -> None:
+        """Less in use than seemed lost: blocks came back, which lost ones never do."""
+        if used >= self._lost:
+            return
+        if self._lost - used > max(0.05, 0.5 * self._lost):
+            self._reclaims = True
+            self._reclaimed_from = max(self._reclaimed_from, self._lost)
+            self._history.clear()
+            self._trend = None
+        self._lost = used
+
+    def _follow_idle(self, t: float, used: float, idle: bool) -> None:
+        if not idle:
+            self._idle_since = None
+            return
+        if self._idle_since is None:
+            self._idle_since = t
+        self._idle_floor = used
+
+    def _follow_wedge(self, t: float, used: float, running: float, waiting: float, reading: RankReading) -> None:
+        """Nothing runs, requests wait, and the pool is not empty: what is used keeps the engine from serving."""
+        waits_for_room = (known(reading.waiting_capacity) or 0.0) > 0 if self._holding else waiting > 0
+        if running > 0 or not waits_for_room or used < self.settings.wedge_share:
+            self._wedged_since = None
+            return
+        if self._wedged_since is None:
+            self._wedged_since = t
+        self._wedged = used
+
+    def _most_owned(self, running: float, waiting: float, sample: RankSample) -> float | None:
+        """The largest share that the requests can own, None where that is not known. One request more is slack."""
+        deferred = known(sample.reading.waiting_deferred)
+        holders = running + (waiting if deferred is None else deferred)
+        if holders == 0:
+            return 0.0 if waiting == 0 or not self._holding else None
+        longest = _share_of_longest(sample)
+        return None if longest is None else (holders + 1) * longest
+
+    def _bound(self, t: float, excess: float, how: str) -> None:
+        """A reading in which at least ``excess`` belongs to nobody, or to a connector that holds it for a while."""
+        if self._holding:
+            self._held.add(t, excess)
+            floor = self._held.value(t)
+            sure = floor if floor is not None and self._held.full(t) else 0.0
+        else:
+            before, self._candidate = self._candidate, (t, excess)
+            near = before is not None and 0 < t - before[0] <= self.settings.confirm_within
+            sure = min(before[1], excess) if before is not None and near else 0.0
+        if sure > self._lost:
+            self._lost, self._how = sure, how
+        if how == "idle" and self._history.add(t, self._lost):
+            self._trend = theil_sen(self._history.points) if self._lost > 0 else None
+
+    # --- conclusions ---------------------------------------------------------------------------------------------
+
+    def conclude(self, t: float) -> Finding:
+        """What stands at ``t``."""
+        if self._t is None:
+            return unknown("no reading yet")
+        if t - self._t > self.settings.stale_after:
+            return unknown("no fresh reading")
+        if self._asleep:
+            return unknown("asleep")
+        if self._missing:
+            return unknown(self._missing)
+        if self._finding is None:
+            self._finding = self._judge(t)
+        wanted = self._finding.state
+        state = self._latch.update(t, wanted if wanted != "unknown" else "clear")
+        if LEVEL[state] > LEVEL[wanted]:
+            return Finding(
+                state, 0.5, f"{self._finding.summary} It was worse a short while ago.", self._finding.evidence
+            )
+        return self._finding
+
+    def _judge(self, t: float) -> Finding:
+        trend = self._trend
+        eta = self._eta(self._lost, trend)
+        certain = self._certain_state(eta)
+        evidence = self._evidence(t, trend)
+        if self._wedged_since is not None and self._is_wedged(t):
+            return self._wedge_finding(t, evidence)
+        low = self._low_load_state()
+        if LEVEL[low] > LEVEL[certain]:
+            return self._low_load_finding(low, evidence)
+        if certain == "clear":
+            if self._nothing_known(t):
+                return unknown("warming up", evidence)
+            return Finding("clear", 1.0, "", evidence)
+        return Finding(certain, self._confidence(), self._summary(eta), evidence, eta)
+
+    def _certain_state(self, eta: Eta | None) -> State:
+        settings = self.settings
+        ticket, page = settings.ticket_share, settings.page_share
+        if self._holding:
+            ticket, page = settings.connector_ticket_share, settings.connector_page_share
+            if self._reclaims:
+                page = max(page, 1.2 * self._reclaimed_from)
+        soon = eta is not None and eta.seconds <= settings.page_within
+        if self._lost >= page or (not self._holding and soon and self._lost >= settings.page_growing_share):
+            return "page"
+        if self._lost >= ticket:
+            return "ticket"
+        at_least = max(0.001, 1.5 / self._blocks) if self._blocks else 0.01
+        return "info" if self._lost >= at_least and not self._holding else "clear"
+
+    def _is_wedged(self, t: float) -> bool:
+        if self._wedged_since is None or self._moved is None:
+            return False
+        needed = max(self.settings.wedge_time, self.settings.hold_time if self._holding else 0.0)
+        return t - self._wedged_since >= needed and t - self._moved >= needed
+
+    def _low_load_state(self) -> State:
+        leak = self._low_load.leak
+        if leak is None:
+            return "clear"
+        settings = self.settings
+        ticket, page = settings.low_load_ticket_share, settings.low_load_page_share
+        if self._holding:
+            ticket, page = settings.connector_ticket_share, settings.connector_page_share
+        eta = self._eta(leak.floor, leak.trend)
+        soon = eta is not None and eta.seconds <= settings.page_within
+        if leak.floor >= page and (soon or leak.floor >= 0.5):
+            return "page"
+        return "ticket" if leak.floor >= ticket else "clear"
+
+    def _nothing_known(self, t: float) -> bool:
+        """Neither a reading that rules a loss out nor enough floors."""
+        lowest = self._lowest.value(t)
+        ruled_out = lowest is not None and lowest < self.settings.ticket_share
+        return not ruled_out and self._idle_floor is None and self._low_load.windows < _STEPS
+
+    def _eta(self, floor: float, trend: Trend | None) -> Eta | None:
+        if trend is None:
+            return None
+        seconds = seconds_until(1.0, floor, trend.slope)
+        if seconds is None:
+            return None
+        return Eta(seconds, seconds_until(1.0, floor, trend.high), seconds_until(1.0, floor, trend.low))
+
+    def _confidence(self) -> float:
+        return 0.6 if self._holding else 0.97
+
+    def _evidence(self, t: float, trend: Trend | None) -> Evidence:
+        evidence: dict[str, float | int | str | list[int] | list[str]] = {"floor_ratio": round(self._lost, 6)}
+        if self._blocks:
+            evidence["pool_blocks"] = self._blocks
+            evidence["floor_blocks"] = round(max(0.0, self._lost) * self._blocks)
+            if trend is not None:
+                evidence["slope_blocks_per_hour"] = trend.slope * HOUR * self._blocks
+        if self._idle_since is not None:
+            evidence["idle_seconds"] = t - self._idle_since
+        if self._since is not None:
+            evidence["data_seconds"] = t - self._since
+        if self._how:
+            evidence["method"] = self._how
+        return evidence
+
+    def _amount(self, share: float) -> str:
+        if self._blocks:
+            return f"{units.count(round(share * self._blocks))} of {units.count(self._blocks)} KV blocks"
+        return f"{units.ratio(share)} of the KV pool"
+
+    def _summary(self, eta: Eta | None) -> str:
+        text = f"{self._amount(self._lost)} ({units.ratio(self._lost)}) belong to no request"
+        if eta is not None:
+            text += f"; at this pace the pool is gone in {units.duration(eta.seconds)}"
+        return text + "."
+
+    def _wedge_finding(self, t: float, evidence: Evidence) -> Finding:
+        since = t - (self._wedged_since or t)
+        return Finding(
+            "page",
+            0.95,
+            f"{self._amount(self._wedged)} are taken while nothing runs, and requests have waited for "
+            f"{units.duration(since)}: the engine serves no more.",
+            {**evidence, "floor_ratio": self._wedged, "method": "wedge", "wedged_seconds": since},
+            Eta(0.0),
+        )
+
+    def _low_load_finding(self, state: State, evidence: Evidence) -> Finding:
+        leak = self._low_load.leak
+        assert leak is not None
+        eta = self._eta(leak.floor, leak.trend)
+        more: dict[str, float | int | str] = {"floor_ratio": leak.floor, "method": "low load"}
+        if self._blocks:
+            more["floor_blocks"] = round(leak.floor * self._blocks)
+        return Finding(
+            state,
+            0.8,
+            f"{self._amount(leak.floor)} stay taken when few requests run, {units.ratio(leak.rise)} of the pool more "
+            f"than {units.duration(_STEPS * leak.width)} before.",
+            {**evidence, **more},
+            eta,
+        )
+
+
+def _share(reading: RankReading) -> float | None:
+    """Used blocks as a share of the usable ones, without vLLM's null block."""
+    blocks, used = known(reading.pool.blocks), known(reading.pool.used)
+    if blocks and used is not None:
+        return used / blocks
+    return known(reading.usage)
+
+
+def _what_is_missing(used: float | None, running: float | None, waiting: float | None) -> str:
+    if used is None:
+        return "the page has no KV usage"
+    if running is None or waiting is None:
+        return "the page does not tell how many requests run and wait"
+    return ""
+
+
+def _share_of_longest(sample: RankSample) -> float | None:
+    """The share of the pool that one request of the longest length takes."""
+    pool = sample.reading.pool
+    fit: Maybe[float] = pool.max_concurrency
+    concurrency = known(fit)
+    if concurrency:
+        return 1.0 / concurrency
+    longest, tokens = sample.facts.max_model_len, known(pool.tokens)
+    if longest and tokens:
+        return longest / tokens
+    blocks, block_size = known(pool.blocks), known(pool.block_size)
+    if longest and blocks and block_size:
+        return math.ceil(longest / block_size) / blocks
+    return None
+
+
+# --- memory of a process -----------------------------------------------------------------------------------------
+
+
+class _LoadRecords:
+    """When an engine last had more to do than ever before: more requests running, or prompts coming in faster."""
+
+    _MARGIN = 1.05
+    _SHORTEST = 5.0  # seconds between two readings that a rate is taken from
+
+    def __init__(self) -> None:
+        self.last: float | None = None
+        self.finished = 0.0
+        self._running: dict[str, float] = {}
+        self._rate: dict[str, float] = {}
+        self._prompt: dict[str, Point] = {}
+        self._finished: dict[str, float] = {}
+
+    def add(self, sample: RankSample) -> None:
+        rank, t = sample.rank, sample.t
+        running = known(sample.reading.running)
+        if running is not None and running > self._MARGIN * self._running.get(rank, 0.0):
+            self._running[rank] = running
+            self.last = t
+        self._follow_prompts(rank, t, known(sample.reading.prompt_tokens))
+        finished = known(sample.reading.finished)
+        if finished is not None:
+            total = sum(finished.values())
+            self.finished += max(0.0, total - self._finished.get(rank, total))
+            self._finished[rank] = total
+
+    def _follow_prompts(self, rank: str, t: float, tokens: float | None) -> None:
+        if tokens is None:
+            return
+        before = self._prompt.get(rank)
+        if before is not None and t - before[0] < self._SHORTEST:
+            return
+        self._prompt[rank] = (t, tokens)
+        if before is None or tokens <= before[1]:
+            return
+        rate = (tokens - before[1]) / (t - before[0])
+        if rate > self._MARGIN * self._rate.get(rank, 0.0):
+            self._rate[rank] = rate
+            self.last = t
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """How a process' memory has grown since its warm-up, in bytes and seconds.
+
+    ``steady`` is false where it slows down or came in one jump, and where it has fallen by as much before.
+    """
+
+    baseline: float
+    floor: float
+    grown: float
+    trend: Trend
+    steps: int
+    steady: bool
+    last_step: float
+
+
+class _GrowthTest:
+    """Floors of a process' memory in bins, and whether they rise without an end that the load explains.
+
+    A healthy process grows when it meets more load than ever, ever more rarely; a leak rises on and on. What counts is
+    growth in bins without a record of load, in several steps, that does not slow down.
+    """
+
+    _LEAST_STEP = 8 * MIB
+    _WINDOWS = (12, 24, 48)  # bins
+    _RECENT = 3  # bins whose lowest floor is what the process needs at least
+
+    def __init__(self, bin_width: float, least_steps: int) -> None:
+        self._least_steps = least_steps
+        self._bins = BinnedFloors(bin_width, 48)
+        self._long = BinnedFloors(4 * bin_width, 48)
+        self._steps = SurpriseSteps(self._LEAST_STEP, 48 * 4 * bin_width)
+        self._history = Thinned(bin_width)
+        self._peak = -math.inf
+        self._drop = 0.0
+        self.baseline: float | None = None
+        self.growth: _Growth | None = None
+
+    @property
+    def floor(self) -> float | None:
+        """The lowest value of the last bins, None before the first has closed."""
+        last = list(self._bins.closed)[-self._RECENT :]
+        return min(one.low for one in last) if last else None
+
+    def add(self, t: float, value: float, last_record: float | None) -> bool:
+        """Take in a value; whether a bin closed and the growth was judged anew."""
+        self._long.add(t, value)
+        closed = self._bins.add(t, value)
+        if closed is None:
+            return False
+        width = self._bins.width
+        begin = closed.index * width
+        middle = begin + width / 2
+        if self.baseline is None:
+            self.baseline = closed.low
+        explained = last_record is not None and begin - width <= last_record < begin + width
+        self._steps.add(middle, closed.low, explained)
+        self._peak = max(self._peak, closed.low)
+        self._drop = max(self._drop, self._peak - closed.low)
+        self._history.add(middle, closed.low)
+        self.growth = self._judge(t)
+        return True
+
+    def _judge(self, t: float) -> _Growth | None:
+        floor, baseline = self.floor, self.baseline
+        steps = self._steps.recent(t)
+        if floor is None or baseline is None or len(steps) < self._least_steps:
+            return None
+        grown = min(self._steps.total, floor - baseline)
+        trends = [trend for trend in self._trends() if trend.low > 0]
+        if not trends or grown <= 0:
+            return None
+        trend = sorted(trends, key=lambda one: one.slope)[len(trends) // 2]
+        steady = self._keeps_on() and max(rise for _, rise in steps) <= 0.6 * grown and grown >= 1.5 * self._drop
+        return _Growth(baseline, floor, grown, trend, len(steps), steady, steps[-1][0])
+
+    def _trends(self) -> list[Trend]:
+        fine, coarse = self._bins.floors(), self._long.floors()
+        series = [fine[-n:] for n in self._WINDOWS if len(fine) >= n] + [
+            coarse[-n:] for n in self._WINDOWS[1:] if len(coarse) >= n
+        ]
+        return [trend for points in series if (trend := theil_sen(points, 0.9)) is not None]
+
+    def _keeps_on(self) -> bool:
+        """Whether the later half of the time since the warm-up has its share of the growth."""
+        points = self._history.points
+        begin, end = points[0][0], points[-1][0]
+        middle = next(value for t, value in points if t >= (begin + end) / 2)
+        total = points[-1][1] - points[0][1]
+        return total > 0 and points[-1][1] - middle >= 0.35 * total
+
+
+_BIN = 900.0
+
+
+class GpuMemoryLeakSettings(Section):
+    """When the device memory of an engine's process counts as leaking."""
+
+    ticket_growth: Size = Field(256 * MIB, ge=0, description="Growth after the warm-up, for a ticket.")
+    ticket_growth_share: float = Field(
+        0.005, ge=0, le=1, description="The same as a share of the device's memory; the larger of both counts."
+    )
+    page_within: Duration = Field(12 * HOUR, gt=0, description="The device is full within this time, for a page.")
+    warm_up: Duration = Field(0.5 * HOUR, ge=0, description="What is allocated so soon after a start is no growth.")
+    warm_up_requests: int = Field(1000, ge=0, description="Nor what comes before so many requests have finished …")
+    warm_up_longest: Duration = Field(
+        6 * HOUR, ge=0, description="… but the warm-up ends after this time at the latest."
+    )
+    bin_width: Duration = Field(_BIN, gt=0, description="Width of the bins whose floors are compared.")
+    least_steps: int = Field(4, ge=2, description="Rises without a record of load that growth has to consist of.")
+    sleep_growth: Size = Field(
+        GIB, ge=0, description="Growth from sleep to sleep of what the engine holds while asleep, for a ticket."
+    )
+    forget_after: Duration = Field(DAY, gt=0, description="Growth that has not gone on for so long has ended.")
+    stale_after: Duration = Field(600.0, gt=0, description="Without a reading for so long nothing is known.")
+    page_hold: Duration = Field(900.0, ge=0, description="How long a page stands after its condition ended.")
+    ticket_hold: Duration = Field(HOUR, ge=0, description="How long a ticket stands after its condition ended.")
+
+
+class _WarmUp:
+    """Whether a process still fills its caches: for a while, and until it has served some requests."""
+
+    def __init__(self, shortest: float, requests: float, longest: float) -> None:
+        self._shortest, self._requests, self._longest = shortest, requests, longest
+
+    def over(self, age: float, finished: float) -> bool:
+        return age >= self._longest or (age >= self._shortest and finished >= self._requests)
+
+
+class GpuMemoryLeak:
+    """An engine process' device memory that grows after the warm-up without new records of load.
+
+    From outside a leak and fragmentation look the same: the allocator asks the driver for more and more. What the
+    process holds while asleep is a series of its own, one floor for each sleep. About 40 KB per process.
+    """
+
+    verdict = "gpu-memory-leak"
+
+    def __init__(self, subject: Subject, settings: GpuMemoryLeakSettings) -> None:
+        self.subject = subject
+        self.settings = settings
+        self._latch = Latch(settings.page_hold, settings.ticket_hold)
+        self._warm_up = _WarmUp(settings.warm_up, settings.warm_up_requests, settings.warm_up_longest)
+        self._segment: int | None = None
+        self._t: float | None = None
+        self._total: int | None = None
+        self._free: int | None = None
+        self._asleep = False
+        self._sleeps: deque[Point] = deque(maxlen=48)
+        self._load = _LoadRecords()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._test = _GrowthTest(self.settings.bin_width, self.settings.least_steps)
+        self._since: float | None = None
+        self._finished_before = self._load.finished
+        self._ticketed = False
+
+    def observe(self, sample: Sample) -> None:
+        """Takes in what the process holds, and its engine's load."""
+        if isinstance(sample, RankSample):
+            self._load.add(sample)
+        elif isinstance(sample, HeldSample):
+            self._held(sample)
+
+    def _held(self, sample: HeldSample) -> None:
+        if sample.segment != self._segment or sample.asleep != self._asleep:
+            self._begin()
+            if sample.asleep:
+                self._sleeps.append((sample.t, float(sample.used)))
+        self._segment, self._asleep = sample.segment, sample.asleep
+        self._t, self._total, self._free = sample.t, sample.total, sample.free
+        if sample.asleep:
+            if sample.used < self._sleeps[-1][1]:
+                self._sleeps[-1] = (sample.t, float(sample.used))
+            return
+        if self._since is None:
+            self._since = sample.t
+        if self._warm_up.over(sample.t - self._since, self._load.finished - self._finished_before):
+            self._test.add(sample.t, sample.used, self._load.last)
+
+    def conclude(self, t: float) -> Finding:
+        """What stands at ``t``."""
+        if self._t is None:
+            return unknown("no reading yet")
+        if t - self._t > self.settings.stale_after:
+            return unknown("no fresh reading")
+        finding = max((self._awake(t), self._sleeping()), key=lambda one: LEVEL[one.state])
+        wanted = finding.state
+        state = self._latch.update(t, "clear" if wanted == "unknown" else wanted)
+        if LEVEL[state] > LEVEL[wanted]:
+            return Finding(state, 0.5, finding.summary, finding.evidence, finding.eta)
+        return finding
+
+    # --- awake ---------------------------------------------------------------------------------------------------
+
+    def _awake(self, t: float) -> Finding:
+        growth, evidence = self._test.growth, self._evidence()
+        if self._test.floor is None:
+            return unknown("asleep" if self._asleep else "warming up", evidence)
+        least = max(float(self.settings.ticket_growth), self.settings.ticket_growth_share * (self._total or 0))
+        if growth is None or growth.grown < least or t - growth.last_step > self.settings.forget_after:
+            self._ticketed = False
+            return Finding("clear", 0.9, "", evidence)
+        if not growth.steady and not self._ticketed:
+            return Finding("info", 0.4, self._summary(growth, None), evidence)
+        self._ticketed = True
+        eta = self._eta(growth)
+        soon = eta is not None and eta.seconds <= self.settings.page_within
+        sure = eta is not None and eta.high is not None and eta.high <= 2 * self.settings.page_within
+        state: State = "page" if soon and sure and growth.steady else "ticket"
+        confidence = min(0.95, 0.6 + 0.05 * growth.steps)
+        return Finding(state, confidence, self._summary(growth, eta), evidence, eta)
+
+    def _eta(self, growth: _Growth) -> Eta | None:
+        if self._free is None:
+            return None
+        free, trend = float(self._free), growth.trend
+        return Eta(free / trend.slope, free / trend.high, free / trend.low if trend.low > 0 else None)
+
+    def _summary(self, growth: _Growth, eta: Eta | None) -> str:
+        text = (
+            f"The process has grown by {units.size(growth.grown)} since its warm-up, by "
+            f"{units.size(growth.trend.slope * HOUR)} an hour now, without more load: leak or fragmentation"
+        )
+        return text + (f"; the device is full in {units.duration(eta.seconds)}." if eta else ".")
+
+    # --- asleep --------------------------------------------------------------------------------------------------
+
+    def _sleeping(self) -> Finding:
+        floors = [value for _, value in self._sleeps]
+        if len(floors) < 2:
+            return unknown("no two sleeps yet")
+        evidence = self._evidence()
+        grown = floors[-1] - floors[0]
+        text = (
+            f"While asleep the process holds {units.size(floors[-1])}, {units.size(max(0.0, grown))} more than in the "
+            f"first of {len(floors)} sleeps: leak or fragmentation."
+        )
+        rising = len(floors) >= 3 and all(b - a >= 64 * MIB for a, b in pairwise(floors[-3:]))
+        if rising and floors[-1] - floors[-3] >= self.settings.sleep_growth:
+            return Finding("ticket", 0.7, text, evidence)
+        if grown >= self.settings.sleep_growth:
+            return Finding("info", 0.7, text, evidence)
+        return Finding("clear", 0.9, "", evidence)
+
+    def _evidence(self) -> Evidence:
+        evidence: dict[str, float | int | str | list[int] | list[str]] = {}
+        test = self._test
+        if test.baseline is not None:
+            evidence["baseline_bytes"] = int(test.baseline)
+        if test.floor is not None:
+            evidence["floor_bytes"] = int(test.floor)
+        if test.growth is not None:
+            evidence["growth_bytes"] = int(test.growth.grown)
+            evidence["slope_bytes_per_hour"] = test.growth.trend.slope * HOUR
+            evidence["surprise_steps"] = test.growth.steps
+        if self._free is not None:
+            evidence["free_bytes"] = self._free
+        if self._sleeps:
+            evidence["asleep_floor_bytes"] = int(self._sleeps[-1][1])
+            evidence["asleep_first_floor_bytes"] = int(self._sleeps[0][1])
+            evidence["sleeps"] = len(self._sleeps)
+        return evidence
+
+
+# --- host memory -------------------------------------------------------------------------------------------------
+
+
+class HostMemoryLeakSettings(Section):
+    """When the anonymous memory of an engine's process on the host counts as leaking."""
+
+    info_growth: Size = Field(128 * MIB, ge=0, description="Growth after the warm-up that is shown.")
+    info_growth_share: float = Field(
+        0.01, ge=0, le=1, description="The same as a share of the limit; the larger of both counts."
+    )
+    ticket_growth: Size = Field(256 * MIB, ge=0, description="Growth after the warm-up, for a ticket.")
+    ticket_growth_share: float = Field(
+        0.125,
+        ge=0,
+        le=1,
+        description="Growth as a share of what was left when it began, for a ticket: caches fill up and stop.",
+    )
+    ticket_within: Duration = Field(7 * DAY, gt=0, description="The limit is reached within this time, for a ticket.")
+    page_within: Duration = Field(12 * HOUR, gt=0, description="The limit is reached within this time, for a page.")
+    warm_up: Duration = Field(HOUR, ge=0, description="What is allocated so soon after a start is no growth.")
+    warm_up_requests: int = Field(200, ge=0, description="Nor what comes before so many requests have finished …")
+    warm_up_longest: Duration = Field(
+        3 * HOUR, ge=0, description="… but the warm-up ends after this time at the latest."
+    )
+    bin_width: Duration = Field(_BIN, gt=0, description="Width of the bins whose floors are compared.")
+    least_steps: int = Field(4, ge=2, description="Rises without a record of load that growth has to consist of.")
+    forget_after: Duration = Field(DAY, gt=0, description="Growth that has not gone on for so long has ended.")
+    stale_after: Duration = Field(600.0, gt=0, description="Without a reading for so long nothing is known.")
+    page_hold: Duration = Field(900.0, ge=0, description="How long a page stands after its condition ended.")
+    ticket_hold: Duration = Field(HOUR, ge=0, description="How long a ticket stands after its condition ended.")
+
+
+class HostMemoryLeak:
+    """Anonymous memory of an engine's process that grows toward its cgroup's limit or the host's.
+
+    Page cache and mapped files are no part of it. About 40 KB per process.
+    """
+
+    verdict = "host-memory-leak"
+
+    def __init__(self, subject: Subject, settings: HostMemoryLeakSettings) -> None:
+        self.subject = subject
+        self.settings = settings
+        self._latch = Latch(settings.page_hold, settings.ticket_hold)
+        self._warm_up = _WarmUp(settings.warm_up, settings.warm_up_requests, settings.warm_up_longest)
+        self._load = _LoadRecords()
+        self._start: float | None = None
+        self._t: float | None = None
+        self._begin(0.0)
+
+    def _begin(self, first: float) -> None:
+        self._test = _GrowthTest(self.settings.bin_width, self.settings.least_steps)
+        self._first = first
+        self._finished_before = self._load.finished
+        self._anon: float | None = None
+        self._left: float | None = None
+        self._limit: float | None = None
+        self._ticketed = False
+
+    def observe(self, sample: Sample) -> None:
+        """Takes in readings of the process, and its engine's load."""
+        if isinstance(sample, RankSample):
+            self._load.add(sample)
+        elif isinstance(sample, HostSample):
+            self._host(sample)
+
+    def _host(self, sample: HostSample) -> None:
+        process, t = sample.process, sample.t
+        if process.start != self._start:
+            self._latch.reset()
+            self._begin(t)
+            self._start = process.start
+        self._t = t
+        self._anon = known(process.anon)
+        if self._anon is None:
+            return
+        rooms: list[tuple[float, float]] = []
+        if process.memory_limit is not None:
+            rooms.append((process.memory_limit - self._anon, float(process.memory_limit)))
+        if sample.available is not None and sample.host_total is not None:
+            rooms.append((float(sample.available), float(sample.host_total)))
+        self._left, self._limit = min(rooms) if rooms else (None, None)
+        if self._warm_up.over(t - self._first, self._load.finished - self._finished_before):
+            self._test.add(t, self._anon, self._load.last)
+
+    def conclude(self, t: float) -> Finding:
+        """What stands at ``t``."""
+        if self._t is None:
+            return unknown("no reading yet")
+        if t - self._t > self.settings.stale_after:
+            return unknown("no fresh reading")
+        if self._anon is None:
+            return unknown("the process' anonymous memory cannot be read")
+        finding = self._judge(t)
+        wanted = finding.state
+        state = self._latch.update(t, "clear" if wanted == "unknown" else wanted)
+        if LEVEL[state] > LEVEL[wanted]:
+            return Finding(state, 0.5, finding.summary, finding.evidence, finding.eta)
+        return finding
+
+    def _judge(self, t: float) -> Finding:
+        settings, growth, evidence = self.settings, self._test.growth, self._evidence()
+        if self._test.floor is None:
+            return unknown("warming up", evidence)
+        shown = max(float(settings.info_growth), settings.info_growth_share * (self._limit or 0.0))
+        if growth is None or growth.grown < shown or t - growth.last_step > settings.forget_after:
+            self._ticketed = False
+            return Finding("clear", 0.9, "", evidence)
+        eta = self._eta(growth)
+        if not growth.steady and not self._ticketed:
+            return Finding("clear", 0.5, "", evidence)
+        confidence = min(0.95, 0.6 + 0.05 * growth.steps)
+        summary = self._summary(growth, eta)
+        if eta is None or self._left is None or eta.seconds > settings.ticket_within:
+            return Finding("info", confidence, summary, evidence, eta)
+        least = max(float(settings.ticket_growth), settings.ticket_growth_share * (growth.grown + self._left))
+        if growth.grown < least and not self._ticketed:
+            return Finding("info", confidence, summary, evidence, eta)
+        self._ticketed = True
+        return Finding(
+            "page" if eta.seconds <= settings.page_within and growth.steady else "ticket",
+            confidence,
+            summary,
+            evidence,
+            eta,
+        )
+
+    def _eta(self, growth: _Growth) -> Eta | None:
+        if self._left is None:
+            return None
+        left, trend = max(0.0, self._left), growth.trend
+        return Eta(left / trend.slope, left / trend.high, left / trend.low if trend.low > 0 else None)
+
+    def _summary(self, growth: _Growth, eta: Eta | None) -> str:
+        text = (
+            f"Anonymous memory has grown by {units.size(growth.grown)} since the warm-up, by "
+            f"{units.size(growth.trend.slope * HOUR)} an hour now"
+        )
+        return text + (f"; its limit is reached in {units.duration(eta.seconds)}." if eta else ".")
+
+    def _evidence(self) -> Evidence:
+        evidence: dict[str, float | int | str | list[int] | list[str]] = {}
+        test = self._test
+        if test.baseline is not None:
+            evidence["baseline_bytes"] = int(test.baseline)
+        if test.floor is not None:
+            evidence["floor_bytes"] = int(test.floor)
+        if test.growth is not None:
+            evidence["growth_bytes"] = int(test.growth.grown)
+            evidence["slope_bytes_per_hour"] = test.growth.trend.slope * HOUR
+            evidence["surprise_steps"] = test.growth.steps
+        if self._left is not None:
+            evidence["left_bytes"] = int(self._left)
+        return evidence
