@@ -178,7 +178,23 @@ class ProcessEnd:
     holder: Holder
 
 
-Sample = RankSample | EngineSample | DeviceSample | HeldSample | HostSample | ProcessEnd
+@dataclass(frozen=True)
+class ProbeSample:
+    """The outcome of one active probe: a request for one token to an engine.
+
+    ``ok`` when a token came back. Not ``ok`` means that the engine brought none: a timeout, a broken connection, an
+    answer of 5xx; ``error`` says which. A refusal of the request itself (4xx: a wrong model name, no permission) says
+    nothing of the engine and is no sample. ``seconds`` is how long it took; ``t`` is its end.
+    """
+
+    t: float
+    engine: str
+    ok: bool
+    seconds: float
+    error: str = ""
+
+
+Sample = RankSample | EngineSample | DeviceSample | HeldSample | HostSample | ProcessEnd | ProbeSample
 
 
 class Detector(Protocol):

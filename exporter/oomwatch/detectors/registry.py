@@ -7,6 +7,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from oomwatch.detectors.base import Detector, Subject
+from oomwatch.detectors.capacity import (
+    AdmissionStall,
+    AdmissionStallSettings,
+    ConcurrencyLow,
+    ConcurrencyLowSettings,
+    EngineStuck,
+    EngineStuckSettings,
+    KvExhaustion,
+    KvExhaustionSettings,
+    PreemptionPressure,
+    PreemptionPressureSettings,
+    RanksUnbalanced,
+    RanksUnbalancedSettings,
+)
 from oomwatch.detectors.leak import (
     GpuMemoryLeak,
     GpuMemoryLeakSettings,
@@ -15,6 +29,7 @@ from oomwatch.detectors.leak import (
     KvBlockLeak,
     KvBlockLeakSettings,
 )
+from oomwatch.detectors.tail_waste import KvTailWaste, KvTailWasteSettings
 from oomwatch.settings import Section
 
 About = Literal["rank", "engine", "device", "held", "process"]
@@ -32,6 +47,13 @@ class Kind:
 
 
 KINDS: tuple[Kind, ...] = (
+    Kind("kv-exhaustion", "rank", KvExhaustion, KvExhaustionSettings),
+    Kind("preemption-pressure", "rank", PreemptionPressure, PreemptionPressureSettings),
+    Kind("admission-stall", "rank", AdmissionStall, AdmissionStallSettings),
+    Kind("ranks-unbalanced", "engine", RanksUnbalanced, RanksUnbalancedSettings),
+    Kind("engine-stuck", "engine", EngineStuck, EngineStuckSettings),
+    Kind("concurrency-low", "engine", ConcurrencyLow, ConcurrencyLowSettings),
+    Kind("kv-tail-waste", "rank", KvTailWaste, KvTailWasteSettings),
     Kind("kv-block-leak", "rank", KvBlockLeak, KvBlockLeakSettings),
     Kind("gpu-memory-leak", "held", GpuMemoryLeak, GpuMemoryLeakSettings),
     Kind("host-memory-leak", "process", HostMemoryLeak, HostMemoryLeakSettings),
