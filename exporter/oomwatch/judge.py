@@ -35,6 +35,7 @@ from oomwatch.observations import (
     EngineUpdate,
     GpuPoll,
     HostProcess,
+    Maybe,
     Observation,
     ProcessGone,
     TargetRemoved,
@@ -85,7 +86,7 @@ class Life:
     ready_since: float = 0.0
     restarts: int = 0
     last: dict[str, float] = field(default_factory=dict)  # by rank: time of its last reading
-    signature: tuple[object, ...] | None = None
+    signature: dict[tuple[str, str], object] = field(default_factory=dict)
     away: bool = False  # its processes ended since the last page
 
 
@@ -114,6 +115,16 @@ class Memory:
     incidents: Incidents = field(default_factory=Incidents)
 
 
+@dataclass
+class Saved:
+    """Everything that a judge knows at one time, for another one to go on from."""
+
+    node: Node
+    memory: Memory
+    devices_of: dict[str, set[str]]
+    listed: dict[str, dict[int, Holder]]
+
+
 class Judge:
     """Owns the fold and the detectors. Not thread-safe: the pipeline's thread alone calls it."""
 
@@ -136,6 +147,17 @@ class Judge:
                 if settings != seat.settings:
                     seat.settings = settings
                     seat.detector = _detector(kinds[seat.verdict], seat.subject, settings)
+
+    def saved(self) -> Saved:
+        """What is known now; it changes with the next observation, so it is to be written down at once."""
+        return Saved(self.node, self.memory, self._devices_of, self._listed)
+
+    def restore(self, saved: Saved) -> None:
+        """Go on from there, under the settings of now. What is saved is not to be used any more."""
+        self.node.take_over(saved.node)
+        self.memory, self._devices_of, self._listed = saved.memory, saved.devices_of, saved.listed
+        self.configure(self._policy)
+        self._conclude()
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """What was concluded at the last tick."""
@@ -210,19 +232,18 @@ class Judge:
         self._tell_engine(sample)
 
     def _follow(self, life: Life, scrape: EngineScrape, restarts: int, t: float) -> None:
-        signature = (
-            scrape.process_start,
-            tuple((rank.rank, known(rank.sleep_level), known(rank.pool.blocks)) for rank in scrape.ranks),
-            known(scrape.model_name),
-        )
+        signature = _signature(scrape)
         restarted = restarts != life.restarts or life.away
-        if life.segment == 0 or restarted or _differs(life.signature, signature):
+        changed = any(life.signature.get(key, value) != value for key, value in signature.items())
+        if life.segment == 0 or restarted or changed:
             life.segment += 1
             life.segment_start = t
             life.last.clear()
         if restarted or not life.ready_since:
             life.ready_since = t
-        life.restarts, life.signature, life.away = restarts, signature, False
+        # What a page leaves out (gauges without traffic yet) is no change: the last known value stays.
+        life.signature = signature if restarted else {**life.signature, **signature}
+        life.restarts, life.away = restarts, False
 
     def _tell_rank(self, sample: RankSample) -> None:
         self._tell(
@@ -405,6 +426,10 @@ def _version(text: str | None) -> tuple[int, ...] | None:
     return tuple(numbers) or None
 
 
-def _differs(before: tuple[object, ...] | None, now: tuple[object, ...]) -> bool:
-    """Whether an engine is another one than before. What a page left out once (gauges without series) is no change."""
-    return before is not None and before != now
+def _signature(scrape: EngineScrape) -> dict[tuple[str, str], object]:
+    """What stays the same while an engine lives on, as far as the page tells."""
+    values: dict[tuple[str, str], Maybe[object]] = {("", "model"): scrape.model_name}
+    for rank in scrape.ranks:
+        values[rank.rank, "sleep"] = rank.sleep_level
+        values[rank.rank, "blocks"] = rank.pool.blocks
+    return {key: value for key, value in values.items() if not isinstance(value, Absent)}

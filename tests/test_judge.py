@@ -1,0 +1,327 @@
+"""What detectors are told, and what becomes of their answers. The detectors here are written down by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from oomwatch.detectors.base import (
+    DeviceSample,
+    EngineSample,
+    Finding,
+    HeldSample,
+    HostSample,
+    ProcessEnd,
+    RankSample,
+    Sample,
+    Subject,
+)
+from oomwatch.detectors.registry import About, Kind
+from oomwatch.judge import Defaults, Judge
+from oomwatch.node import Cadence, Node
+from oomwatch.observations import (
+    NOT_READ,
+    Absent,
+    EngineFacts,
+    EngineScrape,
+    EngineUpdate,
+    GpuPoll,
+    GpuProcess,
+    HostProcess,
+    Memory,
+    MigInstance,
+    Observation,
+    Pool,
+    ProcessGone,
+    RankReading,
+    TargetRemoved,
+    Tick,
+)
+from oomwatch.settings import Section
+from oomwatch.verdicts import Verdict
+
+GIB = 1024**3
+MEMORY = Memory(80 * GIB, GIB, 60 * GIB, 19 * GIB)
+VERDICTS: dict[About, str] = {
+    "rank": "kv-block-leak",
+    "engine": "engine-stuck",
+    "device": "headroom-low",
+    "held": "gpu-memory-leak",
+    "process": "host-memory-leak",
+}
+
+
+class Level(Section):
+    level: int = 0
+
+
+@dataclass
+class Witness:
+    """A detector that writes down what it is told, and concludes what the test wants."""
+
+    subject: Subject
+    settings: Level
+    told: list[Sample] = field(default_factory=list)
+    answer: Finding = field(default_factory=lambda: Finding("clear"))
+
+    def observe(self, sample: Sample) -> None:
+        self.told.append(sample)
+
+    def conclude(self, _t: float) -> Finding:
+        return self.answer
+
+
+class Court:
+    """A judge with one witness for each subject of each kind."""
+
+    def __init__(self, *abouts: About, policy: Defaults | None = None) -> None:
+        kinds = tuple(Kind(VERDICTS[about], about, Witness, Level) for about in abouts or VERDICTS)
+        self.judge = Judge(Node(Cadence(gpu=10, process=10, scrape=10, host=10, discovery=10)), policy, kinds)
+
+    def hear(self, *observations: Observation) -> Court:
+        for observation in observations:
+            self.judge.apply(observation)
+        return self
+
+    def witnesses(self) -> dict[Subject, Witness]:
+        seats = (seat for seats in self.judge.memory.seats.values() for seat in seats)
+        return {seat.subject: seat.detector for seat in seats if isinstance(seat.detector, Witness)}
+
+    def witness(self, subject: Subject) -> Witness:
+        return self.witnesses()[subject]
+
+    def told(self, subject: Subject, kind: type[Sample]) -> list[Sample]:
+        return [sample for sample in self.witness(subject).told if isinstance(sample, kind)]
+
+    def verdict(self) -> Verdict:
+        (verdict,) = self.judge.verdicts()
+        return verdict
+
+
+def rank(name: str = "0", tokens: float = 5.0, sleep: str = "awake", blocks: int = 100) -> RankReading:
+    return RankReading(name, running=1.0, prompt_tokens=tokens, sleep_level=sleep, pool=Pool(blocks=blocks))
+
+
+def scrape(t: float, *ranks: RankReading, state: str = "ok", engine: str = "llm") -> EngineScrape:
+    return EngineScrape(t, engine, state, 0.01, "" if ranks else "refused", ranks)
+
+
+def poll(t: float, *processes: GpuProcess, uuid: str = "GPU-1") -> GpuPoll:
+    return GpuPoll(t, uuid, 0, "H100", MEMORY, processes)
+
+
+FACTS = EngineUpdate(0, EngineFacts("llm", "http://127.0.0.1:8000/metrics", pids=(100,)))
+LLM, RANK, DEVICE = Subject(engine="llm"), Subject(engine="llm", rank="0"), Subject(gpu="GPU-1")
+HELD = Subject(engine="llm", gpu="GPU-1", pid=100)
+
+
+class TestWhoIsTold:
+    def test_each_rank_its_own_reading(self) -> None:
+        court = Court("rank").hear(FACTS, scrape(10, rank("0", 5), rank("1", 9)))
+        (sample,) = court.told(Subject(engine="llm", rank="1"), RankSample)
+        assert isinstance(sample, RankSample)
+        assert (sample.t, sample.engine, sample.rank, sample.reading.prompt_tokens) == (10, "llm", "1", 9)
+
+    def test_an_engine_all_its_ranks_and_each_scrape_answered_or_not(self) -> None:
+        court = Court("engine").hear(FACTS, scrape(10, rank("0"), rank("1")), scrape(20, state="timeout"))
+        assert len(court.told(LLM, RankSample)) == 2
+        states = [s.state for s in court.told(LLM, EngineSample) if isinstance(s, EngineSample)]
+        assert states == ["ok", "timeout"]
+
+    def test_a_device_its_polls_and_the_load_of_the_engines_on_it(self) -> None:
+        court = Court("device").hear(FACTS, poll(5, GpuProcess(100, 50 * GIB)), scrape(10, rank()))
+        (sample,) = court.told(DEVICE, DeviceSample)
+        assert isinstance(sample, DeviceSample)
+        assert (sample.memory, sample.engines) == (MEMORY, ("llm",))
+        assert len(court.told(DEVICE, RankSample)) == 1
+
+    def test_no_engine_of_another_device(self) -> None:
+        court = Court("device").hear(FACTS, poll(5, GpuProcess(100, GIB)), poll(5, uuid="GPU-2"), scrape(10, rank()))
+        assert court.told(Subject(gpu="GPU-2"), RankSample) == []
+
+    def test_an_engines_process_on_a_device_what_it_holds_and_its_engines_load(self) -> None:
+        court = Court("held").hear(FACTS, poll(5, GpuProcess(100, 50 * GIB), GpuProcess(7, GIB)), scrape(10, rank()))
+        assert list(court.witnesses()) == [HELD]
+        (sample,) = court.told(HELD, HeldSample)
+        assert isinstance(sample, HeldSample)
+        assert (sample.used, sample.total, sample.free) == (50 * GIB, 80 * GIB, 19 * GIB)
+        assert len(court.told(HELD, RankSample)) == 1
+
+    def test_polls_that_leave_the_list_out_say_so(self) -> None:
+        without = replace(poll(10), processes=NOT_READ)
+        court = Court("device", "held").hear(FACTS, poll(5, GpuProcess(100, GIB)), without)
+        samples = [s for s in court.told(DEVICE, DeviceSample) if isinstance(s, DeviceSample)]
+        assert [isinstance(sample.processes, Absent) for sample in samples] == [False, True]
+        assert samples[1].engines == ("llm",)
+        assert len(court.told(HELD, HeldSample)) == 1
+
+    def test_a_slice_is_a_device(self) -> None:
+        mig = MigInstance("MIG-1", 1, 0, replace(MEMORY, total=10 * GIB), (GpuProcess(100, 7 * GIB),))
+        sliced = replace(poll(5), mig=(mig,), mig_enabled=True)
+        court = Court("device", "held").hear(FACTS, sliced)
+        (sample,) = court.told(Subject(engine="llm", gpu="MIG-1", pid=100), HeldSample)
+        assert isinstance(sample, HeldSample)
+        assert (sample.used, sample.total) == (7 * GIB, 10 * GIB)
+        assert len(court.told(Subject(gpu="MIG-1"), DeviceSample)) == 1
+
+    def test_a_host_process_of_an_engine_its_memory(self) -> None:
+        process = HostProcess(5, 100, 1.0, 9 * GIB, 8 * GIB, "VLLM::EngineCore", engine="llm")
+        court = Court("process").hear(FACTS, process, HostProcess(5, 7, 1.0, GIB, GIB, "Xorg"))
+        (subject,) = court.witnesses()
+        assert subject == Subject(engine="llm", pid=100)
+        (sample,) = court.told(subject, HostSample)
+        assert isinstance(sample, HostSample)
+        assert sample.process is process
+
+    def test_an_engine_and_its_device_the_end_of_a_process(self) -> None:
+        process = HostProcess(5, 100, 1.0, GIB, GIB, "VLLM::EngineCore", engine="llm")
+        court = Court("engine", "device").hear(FACTS, process, poll(5, GpuProcess(100, GIB)), ProcessGone(9, 100))
+        for subject in (LLM, DEVICE):
+            (end,) = court.told(subject, ProcessEnd)
+            assert isinstance(end, ProcessEnd)
+            assert (end.pid, end.holder.name) == (100, "llm")
+
+    def test_what_was_about_a_process_that_ended_is_over(self) -> None:
+        court = Court("held").hear(FACTS, poll(5, GpuProcess(100, GIB)), poll(15))
+        assert court.witnesses() == {}
+
+    def test_nobody_of_an_engine_that_left_the_configuration(self) -> None:
+        court = Court("rank", "engine").hear(FACTS, scrape(10, rank()), TargetRemoved(11, "vllm", "llm"))
+        assert court.witnesses() == {}
+
+
+class TestLives:
+    def segments(self, *observations: Observation) -> list[int]:
+        court = Court("rank").hear(FACTS, *observations)
+        return [s.segment for s in court.told(RANK, RankSample) if isinstance(s, RankSample)]
+
+    def test_one_life_is_one_segment(self) -> None:
+        assert self.segments(scrape(10, rank(tokens=5)), scrape(20, rank(tokens=9))) == [1, 1]
+
+    def test_a_missing_page_between_changes_nothing(self) -> None:
+        assert self.segments(scrape(10, rank(tokens=5)), scrape(20, state="timeout"), scrape(30, rank(tokens=6))) == [
+            1,
+            1,
+        ]
+
+    @pytest.mark.parametrize(
+        "after",
+        [rank(tokens=1), rank(tokens=9, sleep="discard_all"), rank(tokens=9, blocks=50)],
+        ids=["a restart", "sleep", "another pool"],
+    )
+    def test_a_new_one_begins_with(self, after: RankReading) -> None:
+        assert self.segments(scrape(10, rank(tokens=5)), scrape(20, after)) == [1, 2]
+
+    def test_a_new_one_begins_when_its_processes_had_ended(self) -> None:
+        gone = EngineUpdate(15, FACTS.facts, gone=True)
+        assert self.segments(scrape(10, rank(tokens=5)), gone, replace(FACTS, t=18), scrape(20, rank(tokens=6))) == [
+            1,
+            2,
+        ]
+
+    def test_gauges_that_come_with_the_first_traffic_begin_none(self) -> None:
+        early = RankReading("0", prompt_tokens=0.0)
+        assert self.segments(scrape(10, early), scrape(20, rank(tokens=5))) == [1, 1]
+
+    def test_the_previous_reading_is_told_within_a_segment_only(self) -> None:
+        court = Court("rank").hear(
+            FACTS, scrape(10, rank(tokens=5)), scrape(20, rank(tokens=6)), scrape(30, rank(tokens=1))
+        )
+        samples = [s for s in court.told(RANK, RankSample) if isinstance(s, RankSample)]
+        assert [sample.since for sample in samples] == [None, 10, None]
+        assert [sample.segment_start for sample in samples] == [10, 10, 30]
+
+
+class TestVerdicts:
+    def concluded(self, *answers: tuple[float, Finding], policy: Defaults | None = None) -> list[Verdict]:
+        court = Court("rank", policy=policy).hear(FACTS, scrape(10, rank()))
+        verdicts: list[Verdict] = []
+        for t, answer in answers:
+            court.witness(RANK).answer = answer
+            verdicts.append(court.hear(Tick(t)).verdict())
+        return verdicts
+
+    def test_change_at_ticks_only(self) -> None:
+        court = Court("rank").hear(FACTS, scrape(10, rank()))
+        assert court.judge.verdicts() == ()
+        court.hear(Tick(10))
+        court.witness(RANK).answer = Finding("page")
+        assert court.hear(scrape(20, rank())).verdict().state == "clear"
+        assert court.hear(Tick(20)).verdict().state == "page"
+
+    def test_carry_what_the_detector_said(self) -> None:
+        finding = Finding("ticket", 0.8, "11 blocks are lost", {"floor_blocks": 11})
+        (verdict,) = self.concluded((20, finding))
+        assert (verdict.name, verdict.killer, verdict.state) == ("kv-block-leak", "leak", "ticket")
+        assert (verdict.confidence, verdict.summary, verdict.evidence) == (
+            0.8,
+            "11 blocks are lost",
+            {"floor_blocks": 11},
+        )
+
+    def test_remember_since_when_the_state_holds(self) -> None:
+        answers = [(20.0, Finding("ticket")), (30.0, Finding("ticket")), (40.0, Finding("page"))]
+        assert [verdict.since for verdict in self.concluded(*answers)] == [20, 20, 40]
+
+    def test_belong_to_an_incident_while_they_stand(self) -> None:
+        answers = [(20.0, Finding("ticket")), (30.0, Finding("clear"))]
+        assert [verdict.incident for verdict in self.concluded(*answers)] == ["llm/1", ""]
+
+    def test_show_in_the_snapshot(self) -> None:
+        court = Court("rank").hear(FACTS, scrape(10, rank()), Tick(10))
+        assert court.judge.snapshot().verdicts == court.judge.verdicts()
+
+
+class Quiet(Defaults):
+    def silence(self, _verdict: str, _subject: Subject, t: float) -> str:
+        return "maintenance" if t < 30 else ""
+
+
+class Off(Defaults):
+    def settings(self, _kind: Kind, _subject: Subject) -> Section | None:
+        return None
+
+
+class Higher(Defaults):
+    def settings(self, _kind: Kind, _subject: Subject) -> Section | None:
+        return Level(level=7)
+
+
+class TestPolicy:
+    def test_a_planned_silence_shows_and_the_verdict_stands(self) -> None:
+        court = Court("rank", policy=Quiet()).hear(FACTS, scrape(10, rank()))
+        court.witness(RANK).answer = Finding("page")
+        assert [(court.hear(Tick(t)).verdict().state, court.verdict().silenced) for t in (20, 30)] == [
+            ("page", "maintenance"),
+            ("page", ""),
+        ]
+
+    def test_a_verdict_that_is_switched_off_is_unknown_never_clear(self) -> None:
+        verdict = Court("rank", policy=Off()).hear(FACTS, scrape(10, rank()), Tick(10)).verdict()
+        assert (verdict.state, verdict.reason) == ("unknown", "switched off")
+
+    def test_other_thresholds_begin_a_detector_anew_and_the_same_ones_do_not(self) -> None:
+        court = Court("rank").hear(FACTS, scrape(10, rank()))
+        before = court.witness(RANK)
+        court.judge.configure(Defaults())
+        assert court.witness(RANK) is before
+        court.judge.configure(Higher())
+        assert court.witness(RANK) is not before
+        assert court.witness(RANK).settings == Level(level=7)
+
+
+def test_the_same_observations_give_the_same_verdicts() -> None:
+    def run(observations: Iterable[Observation]) -> list[tuple[Verdict, ...]]:
+        court = Court()
+        course: list[tuple[Verdict, ...]] = []
+        for observation in observations:
+            court.hear(observation)
+            course.append(court.judge.verdicts())
+        return course
+
+    observations: list[Observation] = [FACTS]
+    for t in range(10, 200, 10):
+        observations += [poll(t, GpuProcess(100, t * GIB // 10)), scrape(t, rank(tokens=t)), Tick(t)]
+    assert run(observations) == run(observations)
