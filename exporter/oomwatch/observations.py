@@ -405,6 +405,14 @@ class TargetRemoved:
 
 
 @dataclass(frozen=True)
+class Gap:
+    """Nobody was watching from ``since`` until ``t``: that nothing was observed in between says nothing of anybody."""
+
+    t: float
+    since: float
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time passed, and nothing else may have happened."""
 
@@ -424,5 +432,6 @@ Observation: TypeAlias = (
     | TargetRemoved
     | LogLine
     | AllocatorReport
+    | Gap
     | Tick
 )

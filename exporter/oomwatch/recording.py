@@ -36,6 +36,7 @@ from oomwatch.observations import (
     EngineFacts,
     EngineScrape,
     EngineUpdate,
+    Gap,
     GpuPoll,
     GpuProcess,
     HostMemory,
@@ -193,6 +194,8 @@ def _document(observation: Observation, log_text: bool) -> tuple[str, dict[str, 
             )
         case TargetRemoved():
             return "removed", {"source": observation.source, "target": observation.target}
+        case Gap():
+            return "gap", {"seconds": _seconds(observation.t - observation.since)}
         case Tick():
             return "tick", {}
 
@@ -590,6 +593,9 @@ class Decoder:
     def _removed(self, t: float, removed: _Fields) -> Observation:
         return TargetRemoved(t, removed.text("source"), removed.text("target"))
 
+    def _gap(self, t: float, gap: _Fields) -> Observation:
+        return Gap(t, round(t - gap.number("seconds"), _DECIMALS))
+
     def _tick(self, t: float, _tick: _Fields) -> Observation:
         return Tick(t)
 
@@ -604,6 +610,7 @@ _KINDS: Mapping[str, Callable[[Decoder, float, _Fields], Observation]] = {
     "log": Decoder._log,
     "allocator": Decoder._allocator,
     "tick": Decoder._tick,
+    "gap": Decoder._gap,
     "driver": Decoder._driver,
     "run": Decoder._run,
     "removed": Decoder._removed,

@@ -17,12 +17,12 @@ from oomwatch.daemon import cadence_of, neighbours_of
 from oomwatch.detectors.base import LEVEL, State, Subject
 from oomwatch.judge import Judge, Policy
 from oomwatch.node import Cadence, Node
-from oomwatch.observations import EngineFacts, EngineUpdate, Observation, Tick
+from oomwatch.observations import EngineFacts, EngineUpdate, Gap, Observation, Tick
 from oomwatch.recording import Recording
 from oomwatch.verdicts import Verdict
 
 _SHORTEST_TICK = 1.0
-_LONGEST_SILENCE = 24 * 3600.0  # of a gap, as much is ticked through; what comes after is the same as silence
+_LONGEST_SILENCE = 24 * 3600.0
 
 VerdictKey = tuple[str, Subject]
 
@@ -158,7 +158,8 @@ def with_ticks(observations: Iterable[Observation], interval: float) -> Iterator
     """The observations with a tick every ``interval`` seconds where they have none, and one at the end.
 
     A tick stands behind everything of its own time. Ticks that are there are kept; one is missing when it is half an
-    interval late. Of a gap of more than a day only the first day is ticked through.
+    interval late. Where nobody was watching no time passed for the detectors; of a silence of more than a day only the
+    first day is ticked through.
     """
     interval = max(interval, _SHORTEST_TICK)
     due: float | None = None
@@ -166,7 +167,9 @@ def with_ticks(observations: Iterable[Observation], interval: float) -> Iterator
     for observation in observations:
         if due is None:
             due = observation.t + interval
-        if observation.t > due:
+        if isinstance(observation, Gap):
+            due = observation.t + interval
+        elif observation.t > due:
             silent_until = t + _LONGEST_SILENCE
             while due < observation.t and due <= silent_until:
                 yield Tick(due)
