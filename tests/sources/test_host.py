@@ -127,6 +127,17 @@ def test_a_zombie_is_there_and_holds_no_memory() -> None:
     assert (process.rss, process.anon) == (0, 0)
 
 
+def test_a_zombie_keeps_the_role_it_had(fake: FakeProc, heard: Heard) -> None:
+    """The kernel knows 15 bytes of a title: what is left of VLLM::EngineCore_DP1 would be no role at all."""
+    title = "VLLM::EngineCore_DP1"
+    fake.add(70, title, comm=title[:15])
+    living = heard.read({"m": (70,)})[70]
+    fake.add(70, comm=title[:15], state="Z")
+    zombie = heard.read({"m": (70,)})[70]
+    assert (living.role, living.rank, living.name) == ("engine_core", "DP1", title)
+    assert (zombie.role, zombie.rank, zombie.name, zombie.anon) == ("engine_core", "DP1", title, 0)
+
+
 def test_arguments_are_nowhere() -> None:
     with (
         idle_program("VLLM::Worker_TP0", "--api-key=s3cret") as worker,

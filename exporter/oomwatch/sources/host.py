@@ -43,11 +43,19 @@ def role_of(title: str) -> tuple[str, str | None]:
     return (_ROLES[match.group(1)], match.group(2)) if match else ("other", None)
 
 
+@dataclass(frozen=True)
+class _Identity:
+    name: str
+    role: str
+    rank: str | None
+
+
 @dataclass
 class _Followed:
     start_ticks: int
     start: float
     wanted_at: float
+    identity: _Identity | None = None
 
 
 class _Limits:
@@ -155,27 +163,34 @@ class HostSource:
         if memory is None:
             self._end(pid, t)
             return None
+        followed = self._followed[pid]
         arguments = read_arguments(self._root, pid)
-        title = shown_title(self._root, pid, stat.comm, arguments)
-        role, rank = role_of(title)
-        if role == "other" and engine is not None and is_server(arguments):
-            role = "api_server"
+        if followed.identity is None or arguments:  # one that has ended has lost its title, not what it was
+            followed.identity = self._identity(pid, stat, arguments, engine)
+        identity = followed.identity
         member, limit = limits.of(self._text(f"{pid}/cgroup"))
         return HostProcess(
             t=t,
             pid=pid,
-            start=self._followed[pid].start,
+            start=followed.start,
             rss=memory.rss,
             anon=memory.anon,
-            name=title,
+            name=identity.name,
             ppid=stat.ppid,
             container=member.container,
             pod_uid=member.pod_uid,
             memory_limit=limit,
             engine=engine,
-            role=role,
-            rank=rank,
+            role=identity.role,
+            rank=identity.rank,
         )
+
+    def _identity(self, pid: int, stat: Stat, arguments: bytes, engine: str | None) -> _Identity:
+        title = shown_title(self._root, pid, stat.comm, arguments)
+        role, rank = role_of(title)
+        if role == "other" and engine is not None and is_server(arguments):
+            role = "api_server"
+        return _Identity(title, role, rank)
 
     def _memory(self, pid: int, *, zombie: bool) -> _Memory | None:
         """Resident and anonymous bytes from /proc/PID/status (RssAnon: Linux 4.5), else from statm.
