@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from oomwatch import units
 from oomwatch.attribution import UNKNOWN, held_memory, unowned_memory
 from oomwatch.observations import (
     HUNG,
@@ -319,7 +320,7 @@ def frozen(view: EngineView, seconds: float = 240) -> EngineView:
     return replace(
         view,
         state="frozen",
-        error=f"requests are there, and no counter has moved for {seconds:.0f} s",
+        error=f"no counter has moved for {units.duration(seconds)}",
         last_progress=NOW - seconds,
     )
 

@@ -327,7 +327,21 @@ class TestProgress:
     def test_work_without_any_for_three_intervals_is_frozen(self, work: RankReading) -> None:
         scrapes = [scrape(t, work) for t in range(0, 40, 10)]
         assert engine(fold(*scrapes[:3])).state == "ok"
-        assert engine(fold(*scrapes)).state == "frozen"
+        view = engine(fold(*scrapes))
+        assert (view.state, view.error) == ("frozen", "no counter has moved for 30 s")
+
+    def test_a_rank_is_frozen_while_the_others_work(self) -> None:
+        """A hung worker under data parallelism: its requests wait for ever, those of the other ranks do not."""
+        hung = rank(running=3, tokens=70, name="1")
+        view = engine(fold(*(scrape(t, rank(running=1, tokens=t), hung) for t in range(0, 50, 10))))
+        assert (view.state, view.error) == ("frozen", "no counter of rank 1 has moved for 40 s")
+        assert view.last_progress == 0
+
+    def test_ranks_without_work_are_not(self) -> None:
+        idle = rank(tokens=70, name="1")
+        view = engine(fold(*(scrape(t, rank(running=1, tokens=t), idle) for t in range(0, 50, 10))))
+        assert view.state == "ok"
+        assert view.last_progress == 40
 
     def test_the_clock_starts_when_the_work_does(self) -> None:
         idle = [scrape(t, rank(tokens=5)) for t in range(0, 100, 10)]
@@ -379,6 +393,11 @@ class TestHostProcesses:
 
     def test_leave_when_they_end(self) -> None:
         assert engine(fold(self.facts, self.core, ProcessGone(5, 100))).processes == ()
+
+    def test_leave_with_their_engine(self) -> None:
+        """The search for servers sees the end first; the next look at the host's processes may be half a minute off."""
+        gone = EngineUpdate(5, self.facts.facts, gone=True)
+        assert engine(fold(self.facts, self.core, gone)).processes == ()
 
     def test_leave_when_the_host_source_fell_silent(self) -> None:
         assert engine(fold(self.facts, self.core, Tick(61))).processes == ()

@@ -193,7 +193,7 @@ class TestEngines:
     def test_a_frozen_one_tells_since_when(self) -> None:
         problem = the_problem(with_engine(snapshots.frozen(WORKING, 240)))
         assert (problem.severity, problem.since) == ("critical", NOW - 240)
-        assert "Nothing has moved for 4 min." in problem.text
+        assert "No counter has moved for 4 min." in problem.text
 
     def test_one_that_ended_tells_when_it_was_last_seen(self) -> None:
         problem = the_problem(with_engine(snapshots.gone(WORKING, 660)))

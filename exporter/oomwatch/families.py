@@ -388,7 +388,8 @@ def _engines() -> Iterator[Family]:
     )
     yield family(
         "oomwatch_engine_last_progress_timestamp_seconds",
-        "Unix time at which a token, step or finished-request counter last moved; moves on while there is no work.",
+        "Unix time at which a token, step or finished-request counter last moved, on the rank where that is longest "
+        "ago; moves on while there is no work.",
         "vllm:prompt_tokens_total, vllm:generation_tokens_total, vllm:iteration_tokens_total_count, "
         "vllm:request_success_total",
         absent="it never answered",

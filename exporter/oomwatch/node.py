@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from oomwatch import units
 from oomwatch.attribution import Attribution, Neighbour, engine_overhead, held_memory, unowned_memory
 from oomwatch.observations import (
     IMPLAUSIBLE,
@@ -20,6 +21,7 @@ from oomwatch.observations import (
     EngineFacts,
     EngineScrape,
     EngineUpdate,
+    Gap,
     GpuPoll,
     GpuProcess,
     HostMemory,
@@ -94,7 +96,7 @@ class _Engine:
     last_answer: EngineScrape | None = None
     healthy: Maybe[bool] = NOT_READ
     progress: dict[str, tuple[float, ...]] = field(default_factory=dict)  # by rank: counters that only work moves
-    last_progress: float | None = None
+    progressed: dict[str, float] = field(default_factory=dict)  # by rank: when these last moved, or work was lacking
     restarts: int = 0
     gone_at: float | None = None
 
@@ -135,8 +137,8 @@ def _progress_counters(rank: RankReading) -> tuple[float, ...]:
     return tuple(-1.0 if value is None else value for value in readings)
 
 
-def _has_work(scrape: EngineScrape) -> bool:
-    return any((known(rank.running) or 0) + (known(rank.waiting) or 0) > 0 for rank in scrape.ranks)
+def _has_work(rank: RankReading) -> bool:
+    return (known(rank.running) or 0) + (known(rank.waiting) or 0) > 0
 
 
 class Node:
@@ -198,6 +200,12 @@ class Node:
 
     # --- life ------------------------------------------------------------------------------------------------
 
+    def take_over(self, other: Node) -> None:
+        """Go on from what another node knows, under this one's settings. The other is not to be used any more."""
+        cadence, neighbours = self._cadence, self._neighbours
+        vars(self).update(vars(other))
+        self.configure(cadence, neighbours)
+
     def configure(self, cadence: Cadence, neighbours: Iterable[Neighbour]) -> None:
         """Take over new settings; what is known stays known."""
         self._cadence = cadence
@@ -231,6 +239,8 @@ class Node:
                 self._driver = observation
             case TargetRemoved():
                 self._remove(observation.source, observation.target)
+            case Gap():
+                self._resume()
             case Tick():
                 self._forget()
 
@@ -327,12 +337,14 @@ class Node:
         )
         if restarted:
             engine.restarts += 1
-        moved = counters != engine.progress
-        if not any(value >= 0 for values in counters.values() for value in values):
-            engine.last_progress = None  # nothing that would show progress is exposed
-        elif restarted or moved or engine.last_progress is None or not _has_work(scrape):
+        engine.progressed = {
+            rank.rank: engine.progressed.get(rank.rank, self._t)
             # Waiting for work is no lack of progress: the clock runs only while there is work.
-            engine.last_progress = self._t
+            if not restarted and _has_work(rank) and counters[rank.rank] == engine.progress.get(rank.rank)
+            else self._t
+            for rank in scrape.ranks
+            if any(value >= 0 for value in counters[rank.rank])  # else nothing that would show progress is exposed
+        }
         engine.progress = counters
 
     def _apply_run(self, run: SourceRun) -> None:
@@ -355,6 +367,12 @@ class Node:
             self._gpus.pop(target, None)
         if source == "vllm":
             self._engines.pop(target, None)
+
+    def _resume(self) -> None:
+        """Nobody was watching: what went unseen is no silence of a source and no standstill of an engine."""
+        self._sources = {key: replace(view, up=None, last_run=None) for key, view in self._sources.items()}
+        for engine in self._engines.values():
+            engine.progressed.clear()
 
     def _forget(self) -> None:
         limit = self._cadence.limit("host")
@@ -456,16 +474,16 @@ class Node:
             scrape=scrape if answered else None,
             last_answer=engine.last_answer,
             last_seen=engine.last_answer.t if engine.last_answer else None,
-            last_progress=engine.last_progress,
+            last_progress=min(engine.progressed.values(), default=None),
             restarts=engine.restarts,
-            processes=tuple(
-                sorted(
-                    (p for p in self._live_processes().values() if p.engine == engine.facts.name), key=lambda p: p.pid
-                )
-            ),
+            processes=() if gone else self._processes_of(engine.facts.name),
             gpu_memory=memory,
             overhead=engine_overhead(engine.facts, memory, engine.facts.name, gpus),
         )
+
+    def _processes_of(self, engine: str) -> tuple[HostProcess, ...]:
+        live = self._live_processes().values()
+        return tuple(sorted((process for process in live if process.engine == engine), key=lambda p: p.pid))
 
     def _engine_state(self, engine: _Engine) -> tuple[str, str]:
         scrape = engine.scrape
@@ -483,10 +501,19 @@ class Node:
             return "dead", "the API server answers, but its /health says that the engine core has died"
         if any(known(rank.sleep_level) not in (None, "awake") for rank in scrape.ranks):
             return "sleeping", ""
-        still = self._t - (engine.last_progress if engine.last_progress is not None else self._t)
-        if _has_work(scrape) and still >= self._cadence.limit("vllm"):
-            return "frozen", f"requests are there, and no counter has moved for {still:.0f} s"
-        return scrape.state, scrape.error
+        frozen = self._frozen(engine, scrape)
+        return ("frozen", frozen) if frozen else (scrape.state, scrape.error)
+
+    def _frozen(self, engine: _Engine, scrape: EngineScrape) -> str:
+        """What stands still although it has requests: one rank may, while the others work on. Empty if none does."""
+        still = {
+            rank.rank: self._t - engine.progressed.get(rank.rank, self._t) for rank in scrape.ranks if _has_work(rank)
+        }
+        frozen = {rank: seconds for rank, seconds in still.items() if seconds >= self._cadence.limit("vllm")}
+        if not frozen:
+            return ""
+        whose = f" of rank {' or '.join(frozen)}" if len(scrape.ranks) > 1 else ""
+        return f"no counter{whose} has moved for {units.duration(round(min(frozen.values())))}"
 
     def _source_view(self, source: SourceView) -> SourceView:
         if source.last_run is not None and not self._fresh(source.last_run, source.source):

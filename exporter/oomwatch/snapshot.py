@@ -106,7 +106,7 @@ def devices(gpus: Iterable[GpuView]) -> Iterator[GpuView | MigView]:
 ENGINE_STATES = (
     "ok",
     "sleeping",
-    "frozen",  # requests run or wait, and no counter has moved for a while
+    "frozen",  # requests run or wait on a rank, and none of its counters has moved for a while
     "dead",  # the page answers, /health says 503: the engine core has died
     "stats_disabled",
     "no_traffic_yet",
@@ -134,8 +134,9 @@ class EngineView:
 
     ``state`` is one of ENGINE_STATES, ``error`` the sentence that goes with it. ``last_answer`` keeps the last page's
     readings for people, whatever happened since; ``last_seen`` is its time. ``last_progress`` is when a token, step or
-    finished-request counter last moved. ``gpu_memory`` is held device memory in bytes by device (or MIG) uuid, Absent
-    where a list is missing. ``overhead`` is what its processes hold beyond the known components, by device.
+    finished-request counter last moved, on the rank where that is longest ago. ``gpu_memory`` is held device memory in
+    bytes by device (or MIG) uuid, Absent where a list is missing. ``overhead`` is what its processes hold beyond the
+    known components, by device.
     """
 
     facts: EngineFacts

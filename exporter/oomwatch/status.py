@@ -65,7 +65,7 @@ def problems(snapshot: Snapshot, now: float | None = None) -> tuple[Problem, ...
         found += _of_gpu(gpu)
         found += _of_unowned_memory(gpu, snapshot)
     for engine in snapshot.engines:
-        found += _of_engine(engine, snapshot.t)
+        found += _of_engine(engine)
     found += _of_process_lists(snapshot)
     told = {(p.kind, p.name) for p in found}
     for source in snapshot.sources:
@@ -394,17 +394,17 @@ _ENGINE_TROUBLE: Mapping[str, tuple[str, str, str, str]] = {
 }
 
 
-def _of_engine(engine: EngineView, t: float) -> Iterator[Problem]:
+def _of_engine(engine: EngineView) -> Iterator[Problem]:
     trouble = _ENGINE_TROUBLE.get(engine.state)
     since = engine.last_progress if engine.state == "frozen" else engine.last_seen
     if trouble is not None:
         after, before, text, action = trouble
-        told = engine.state in ("frozen", "dead", "gone", "no_address") or not engine.error
+        told = engine.state in ("dead", "gone", "no_address") or not engine.error
         yield Problem(
             before if engine.last_seen is None else after,
             "engine",
             engine.name,
-            f"Engine {engine.name} {text}.{_frozen_for(engine, t) if told else f' {_sentence(engine.error)}'}",
+            f"Engine {engine.name} {text}.{'' if told else f' {_sentence(engine.error)}'}",
             engine.facts.no_address or action if engine.state == "no_address" else action,
             None if engine.state in ("stats_disabled", "dead") else since,
         )
@@ -425,12 +425,6 @@ def _of_engine(engine: EngineView, t: float) -> Iterator[Problem]:
             f"Engine {engine.name} answers, but its page has no usage of the KV pool, which is what to watch.",
             "Its version may be newer than oomwatch knows: update oomwatch, and report the version.",
         )
-
-
-def _frozen_for(engine: EngineView, t: float) -> str:
-    if engine.state != "frozen" or engine.last_progress is None:
-        return ""
-    return f" Nothing has moved for {units.duration(t - engine.last_progress)}."
 
 
 def _misses_pool(scrape: EngineScrape) -> bool:
