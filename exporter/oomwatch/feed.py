@@ -23,6 +23,9 @@ from oomwatch.sources.vllm.transport import ScrapeOptions
 
 _log = structlog.get_logger(__name__)
 
+# Conclusions come with the clock, and what falls silent is noticed by it: slow sources must not slow it down.
+_SLOWEST_CLOCK = 15.0
+
 
 @dataclass(frozen=True)
 class Job:
@@ -98,7 +101,7 @@ class NodeFeed:
             "gpus": Job(every.gpu, self.read_gpus),
             "engines": Job(every.discovery, self.find_engines),
             "host": Job(every.host, self.read_host),
-            "clock": Job(min(every.gpu, every.scrape), lambda: self._publish(Tick(self._clock()))),
+            "clock": Job(min(every.gpu, every.scrape, _SLOWEST_CLOCK), lambda: self._publish(Tick(self._clock()))),
         }
         with self._lock:
             for name, engine in self._engines.items():
