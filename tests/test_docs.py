@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from oomwatch.config import Config, load, settings
+from oomwatch.detection import Thresholds
 from oomwatch.docs import DOCUMENTS, EXAMPLE, WEB_EXAMPLE, configuration_markdown, main, outdated
 from oomwatch.settings import Section, described, read_yaml
 from oomwatch.webconfig import WebConfig, load_web_config
@@ -23,9 +24,10 @@ def test_the_document_is_up_to_date(name: str) -> None:
 
 
 def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key; an override's thresholds count as one, since its keys are those of all thresholds."""
     for name, found in described(section).items():
         inner = found.section or found.sections
-        if inner:
+        if inner and (path, name) != (("detection", "overrides"), "thresholds"):
             yield from _keys(inner, (*path, name))
         else:
             yield (*path, name)
@@ -47,7 +49,9 @@ def test_the_example_is_valid_and_shows_nearly_every_key(tmp_path: Path) -> None
     file.write_text(EXAMPLE, encoding="utf-8")
     config = load(file, {}, {})
     assert [engine.name for engine in config.engines] == ["chat", "embeddings", "batch"]
-    unused = set(_keys(Config)) - set(_used(read_yaml(EXAMPLE, "")[0].data))
+    used = set(_used(read_yaml(EXAMPLE, "")[0].data))
+    assert {path[:3] for path in used} >= {("detection", "overrides", "thresholds")}
+    unused = {path for path in set(_keys(Config)) - used if "thresholds" not in path}
     assert {".".join(path) for path in unused} == {
         "engines.headers",  # its keys are header names
         "engines.pids",
@@ -58,6 +62,8 @@ def test_the_example_is_valid_and_shows_nearly_every_key(tmp_path: Path) -> None
         "discovery.tls.key_file",
         "discovery.tls.insecure_skip_verify",
         "neighbours.pod_uid",
+        "detection.off.gpu",
+        "detection.windows.gpu",
     }
 
 
@@ -68,14 +74,32 @@ def test_the_web_example_is_valid_and_its_password_is_the_one_told(tmp_path: Pat
     assert bcrypt.checkpw(b"correct horse", config.basic_auth_users["prometheus"].encode())
 
 
+def _rows(text: str) -> Iterator[str]:
+    """The keys that have a row, with the heading above their table before them."""
+    heading = ""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.startswith("| `"):
+            yield f"{heading}.{line.split('|')[1].strip().strip('`')}"
+
+
 def test_every_key_and_variable_has_its_row() -> None:
     text = configuration_markdown()
-    rows = {line.split("|")[1].strip().strip("`") for line in text.splitlines() if line.startswith("| `")}
-    for section in (Config, WebConfig):
-        for path in _keys(section):
-            assert ".".join(path) in rows or ".".join(path[1:]) in rows, path
+    rows = set(_rows(text))
+    assert {".".join(path) for path in _keys(Config)} <= rows
+    assert {f"Web configuration file.{'.'.join(path)}" for path in _keys(WebConfig)} <= rows
     for setting in settings():
         assert f"`{setting.variable}`" in text
+
+
+def test_each_verdict_with_thresholds_has_a_table_of_its_own() -> None:
+    text = configuration_markdown()
+    for name, found in described(Thresholds).items():
+        assert found.section is not None
+        assert f"\n##### detection.thresholds.{name}\n\n{found.info.description}\n" in text
+        for key in described(found.section):
+            assert f"OOMWATCH_DETECTION__THRESHOLDS__{name.upper()}__{key.upper()}`" in text
 
 
 def test_tables_have_as_many_cells_as_headings() -> None:

@@ -381,7 +381,12 @@ class ServerConfig(Section):
         description="Web configuration with TLS and basic authentication, in the form of Prometheus' exporters.",
     )
     enable_lifecycle: bool = Field(default=False, description="Whether POST /-/reload and /-/release are served.")
-    max_requests: int = Field(default=40, ge=1, le=1000, description="Requests served at the same time; more wait.")
+    max_requests: int = Field(
+        default=40,
+        ge=1,
+        le=1000,
+        description="Requests served at the same time; beyond it they are answered 503 with Retry-After.",
+    )
 
 
 class Config(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from datetime import datetime, time, timedelta, timezone
+from datetime import datetime, time, timedelta, timezone, tzinfo
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -23,8 +23,8 @@ _DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 def _checked_verdicts(value: tuple[str, ...]) -> tuple[str, ...]:
     for pattern in value:
         if not any(fnmatchcase(name, pattern) for name in CATALOGUE):
-            hint = did_you_mean(pattern, CATALOGUE)
-            raise ValueError(f'"{pattern}" is not the name of a verdict{hint or ", nor a pattern that fits one"}')
+            hint = did_you_mean(pattern, CATALOGUE) or f" There are: {', '.join(CATALOGUE)}."
+            raise ValueError(f'"{pattern}" is no verdict and fits none.{hint} "*" is all of them')
     return value
 
 
@@ -40,18 +40,25 @@ def _checked_moment(value: str) -> str:
 
 def _checked_clock(value: str) -> str:
     try:
-        time.fromisoformat(value)
+        clock = time.fromisoformat(value)
     except ValueError as error:
         raise ValueError("not a time of day. Write it as 02:00") from error
+    if clock.tzinfo is not None:
+        raise ValueError("a time of day with a time zone. Write it as 02:00, and the zone under zone")
     return value
 
 
 def _checked_zone(value: str) -> str:
     try:
-        ZoneInfo(value)
-    except (ZoneInfoNotFoundError, ValueError) as error:
+        _zone(value)
+    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
         raise ValueError("not a known time zone. Write it as Europe/Berlin, or UTC") from error
     return value
+
+
+def _zone(name: str) -> tzinfo:
+    """UTC is known even where the host has no tz database."""
+    return timezone.utc if name == "UTC" else ZoneInfo(name)
 
 
 Verdicts = Annotated[
@@ -138,6 +145,8 @@ class WindowConfig(_Some):
             yield Contradiction((), "half a window. Give start and end, or begins and ends")
         elif bool(once) == bool(weekly):
             yield Contradiction((), "give either start and end (once) or begins and ends (every week)")
+        if len(once) == 2 and _ends_first(data["start"], data["end"]):
+            yield Contradiction(("end",), "not later than start")
 
     def holds(self, t: float) -> bool:
         """Whether unix time ``t`` lies in it."""
@@ -146,7 +155,7 @@ class WindowConfig(_Some):
         if self.begins is None or self.ends is None:
             return False
         begins, ends = time.fromisoformat(self.begins), time.fromisoformat(self.ends)
-        here = datetime.fromtimestamp(t, timezone.utc).astimezone(ZoneInfo(self.zone))
+        here = datetime.fromtimestamp(t, timezone.utc).astimezone(_zone(self.zone))
         now = here.time()
         today, yesterday = _DAYS[here.weekday()], _DAYS[(here - timedelta(days=1)).weekday()]
         if begins < ends:
@@ -155,7 +164,7 @@ class WindowConfig(_Some):
 
 
 class DetectionConfig(Section):
-    """What is concluded, from which numbers on, and what stays quiet."""
+    """What is concluded, from which numbers on, and what stays quiet. detection.md says what each verdict means."""
 
     thresholds: Thresholds = Field(default=Thresholds(), description="For every engine and device.")  # type: ignore[valid-type] # made above
     overrides: tuple[OverrideConfig, ...] = Field(
@@ -194,6 +203,14 @@ class ConfiguredPolicy:
 
 def _names(patterns: tuple[str, ...], verdict: str) -> bool:
     return any(fnmatchcase(verdict, pattern) for pattern in patterns)
+
+
+def _ends_first(start: object, end: object) -> bool:
+    """Whether two moments are the wrong way round; what is no moment at all is reported by itself."""
+    try:
+        return _unix(str(end)) <= _unix(str(start))
+    except ValueError:
+        return False
 
 
 def _unix(moment: str) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from oomwatch.config import DEFAULT_PORT, FLAGS, OTHER_VARIABLES, PREFIX, Config
+from oomwatch.detection import Thresholds
 from oomwatch.families import metrics_markdown
 from oomwatch.settings import DURATION, FILE, SIZE, Described, Section, described, key_text
 from oomwatch.webconfig import CIPHER_SUITES, WebConfig
@@ -63,6 +64,34 @@ neighbours:
     process: dcgm*
   - name: notebooks
     container: 3f2a91c07d5e
+
+detection:
+  thresholds:
+    kv_block_leak:
+      ticket_share: 0.04
+  overrides:
+    - engine: prefill-*
+      thresholds:
+        kv_block_leak:
+          hold_time: 20m
+    - gpu: GPU-5a3f0c1e-93b1-4d6e-8f0a-2b7c9d1e4f60
+      thresholds:
+        gpu_memory_leak:
+          ticket_growth: 1GiB
+  off:
+    - engine: embeddings
+      verdicts: [kv-*, preemption-pressure]
+  windows:
+    - reason: driver update
+      start: 2026-11-30T02:00:00Z
+      end: 2026-11-30T04:00:00Z
+    - reason: weekly restart of the batch engines
+      engine: batch*
+      verdicts: [engine-stuck, source-stale]
+      days: [sun]
+      begins: "23:30"
+      ends: "01:00"
+      zone: Europe/Berlin
 
 exposition:
   process_series_per_gpu: 32
@@ -177,13 +206,33 @@ The password in this example is "correct horse":
 
 def _sections() -> Iterable[str]:
     for name, found in described(Config).items():
-        inner = found.section or found.sections
-        if inner is None:
-            continue
-        yield f"### {name}\n\n{inspect.getdoc(inner)}\n"
-        if found.sections:
-            yield f"A list, as a whole in `{PREFIX}{name.upper()}`. Each item:\n"
-        yield _keys(inner, None if found.sections else (name,))
+        if found.section or found.sections:
+            yield from _section((name,), found)
+
+
+def _section(path: tuple[str, ...], found: Described) -> Iterable[str]:
+    """A heading, what the section is, its keys in a table, and below it what has a heading of its own."""
+    section = found.section or found.sections
+    assert section is not None
+    about = inspect.getdoc(section) if len(path) < 3 else found.info.description
+    yield f"{'#' * (len(path) + 2)} {'.'.join(path)}\n\n{about}\n"
+    if found.sections:
+        yield f"A list, as a whole in `{PREFIX}{'__'.join(path).upper()}`. Each item:\n"
+        yield _keys(section)
+        return
+    below = {name: inner for name, inner in described(section).items() if inner.sections or _is_chapter(inner)}
+    if len(below) < len(described(section)):
+        yield _keys(section, path)
+    for name, inner in below.items():
+        yield from _section((*path, name), inner)
+
+
+def _is_chapter(found: Described) -> bool:
+    """Whether a section is too much for rows in a table: the thresholds, with a section for each verdict."""
+    return found.section is Thresholds or found.name in _VERDICTS_KEYS
+
+
+_VERDICTS_KEYS = frozenset(described(Thresholds))
 
 
 def _keys(section: type[Section], variable: tuple[str, ...] | None = None) -> str:
@@ -203,13 +252,15 @@ def _keys(section: type[Section], variable: tuple[str, ...] | None = None) -> st
 
 def _leaves(section: type[Section], path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Described]]:
     for name, found in described(section).items():
-        if found.section:
+        if found.section and not _is_chapter(found):
             yield from _leaves(found.section, (*path, name))
-        else:
+        elif not found.sections:
             yield (*path, name), found
 
 
 def _default(found: Described, inside: tuple[str, ...]) -> str:
+    if found.section:
+        return ""  # a chapter, whose own tables tell
     if found.info.is_required():
         return f"required in {'.'.join(inside)}" if inside else "required"
     value = found.info.get_default(call_default_factory=True)
@@ -219,6 +270,8 @@ def _default(found: Described, inside: tuple[str, ...]) -> str:
 
 def _allowed(found: Described) -> str:
     """Without what the types' own paragraph says."""
+    if found.section:
+        return "keys of detection.thresholds"
     return found.limits if found.kind in (DURATION, SIZE, FILE) else found.allowed
 
 

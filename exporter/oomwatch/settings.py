@@ -361,8 +361,8 @@ def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | Non
 # --- units -----------------------------------------------------------------------------------------------------
 
 
-_DURATION_UNITS = {"w": 604800.0, "d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
-_DURATION = re.compile("".join(rf"(?:(?P<{unit}>\d+(?:\.\d+)?){unit})?" for unit in _DURATION_UNITS))
+_MILLISECONDS = {"w": 604_800_000, "d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
+_DURATION = re.compile("".join(rf"(?:(?P<{unit}>\d+(?:\.\d+)?){unit})?" for unit in _MILLISECONDS))
 _SIZE_UNITS = {
     "b": 1,
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
@@ -388,9 +388,7 @@ def parse_duration(value: object) -> float:
         match = _DURATION.fullmatch(text)
         if text and match:
             # Thousandths are added up whole, so that 1.5s and 1s500ms are the same number.
-            parts = [
-                float(number) * _DURATION_UNITS[unit] * 1000 for unit, number in match.groupdict().items() if number
-            ]
+            parts = [float(number) * _MILLISECONDS[unit] for unit, number in match.groupdict().items() if number]
             return math.fsum(parts) / 1000
     raise _wrong("not a duration")
 
@@ -572,6 +570,8 @@ class Described:
             return self.kind.name
         if self.sections:
             return "list of sections"
+        if self.section:
+            return "section"
         if get_origin(self.type) is Literal:
             return "word"
         names: dict[Hashable, str] = {bool: "boolean", int: "integer", float: "number", str: "text"}
