@@ -47,6 +47,38 @@ HOUR = 3600.0
 DAY = 24 * HOUR
 
 
+def _held_up(latch: Latch, t: float, finding: Finding) -> Finding:
+    """The finding, in the state that hysteresis keeps it in."""
+    state = latch.update(t, "clear" if finding.state == "unknown" else finding.state)
+    if state not in ("ticket", "page") or state == finding.state:
+        return finding
+    summary = finding.summary or "What was found has just gone."
+    return Finding(state, 0.5, summary, finding.evidence, finding.eta)
+
+
+class _Freshness:
+    """When the last reading came, and whether that is recent for how often readings come."""
+
+    _LONGEST = HOUR
+
+    def __init__(self, stale_after: float) -> None:
+        self._stale_after = stale_after
+        self._interval = 0.0
+        self.t: float | None = None
+
+    def add(self, t: float) -> None:
+        if self.t is not None:
+            self._interval = t - self.t
+        self.t = t
+
+    def reason(self, t: float) -> str:
+        """Why nothing is known at ``t``, empty when the reading is fresh."""
+        if self.t is None:
+            return "no reading yet"
+        limit = max(self._stale_after, min(3 * self._interval, self._LONGEST))
+        return "no fresh reading" if t - self.t > limit else ""
+
+
 # --- KV blocks ---------------------------------------------------------------------------------------------------
 
 
@@ -96,8 +128,10 @@ class KvBlockLeakSettings(Section):
 
 
 _STEPS = 4  # floors that have to rise, one after the other
-_RATCHET_TOLERANCE = 0.002  # of the pool: less is no rise
+_RISE_TOLERANCE = 0.002  # of the pool: less is no rise
+_LEAST_RISES = 3  # of what is lost for sure, to speak of growth: one loss is an accident
 _LOOK_BACK = 10  # windows among which the rising ones are looked for
+_HOLDS = 3  # times the hold time: a floor over so long is no connector's
 _LARGEST_GAP = 120.0  # between two readings whose difference still tells how blocks follow requests
 
 
@@ -154,7 +188,7 @@ class _LowLoad:
         points = scale.floors()
         floors = [value for _, value in points]
         least = max(rise, self._settings.low_load_sigmas * self._noise.deviation)
-        if ratchet(floors, _STEPS, least, _RATCHET_TOLERANCE):
+        if ratchet(floors, _STEPS, least, _RISE_TOLERANCE):
             last = points[-_STEPS:]
             self.leak = _LowLoadLeak(floors[-1], floors[-1] - floors[-_STEPS], theil_sen(last), scale.width, t)
 
@@ -181,7 +215,7 @@ class KvBlockLeak:
         self.settings = settings
         self._latch = Latch(settings.page_hold, settings.ticket_hold)
         self._segment: int | None = None
-        self._t: float | None = None
+        self._freshness = _Freshness(settings.stale_after)
         self._finding: Finding | None = None
         self._clear()
 
@@ -198,7 +232,8 @@ class KvBlockLeak:
         self._lost = 0.0  # share that is lost for sure
         self._how = ""
         self._candidate: Point | None = None
-        self._held = SlidingFloor(settings.hold_time)
+        self._beyond_holds = SlidingFloor(_HOLDS * settings.hold_time)
+        self._idle_times: deque[float] = deque()
         self._history = Thinned(settings.confirm_within / 60)
         self._trend: Trend | None = None
         self._low_load = _LowLoad(settings)
@@ -223,7 +258,7 @@ class KvBlockLeak:
             self._clear()
             self._segment = sample.segment
         t, reading = sample.t, sample.reading
-        self._t = t
+        self._freshness.add(t)
         self._asleep = sample.asleep
         used, running, waiting = _share(reading), known(reading.running), known(reading.waiting)
         self._missing = _what_is_missing(used, running, waiting)
@@ -243,11 +278,10 @@ class KvBlockLeak:
         self._lowest.add(t, used)
         self._follow_idle(t, used, running + waiting == 0)
         self._follow_wedge(t, used, running, waiting, sample.reading)
+        self._beyond_holds.add(t, used)
         owned = self._most_owned(running, waiting, sample)
         if owned is not None:
-            self._bound(t, used - owned, "idle" if running + waiting == 0 else "more than all requests can own")
-        elif self._holding:
-            self._held.add(t, used)
+            self._bound(t, used - owned, running + waiting == 0)
         self._low_load.add(t, used, running, waiting)
         self._low_load.contradict(used)
 
@@ -269,6 +303,8 @@ class KvBlockLeak:
 
     def _undercut(self, used: float) -> None:
         """Less in use than seemed lost: blocks came back, which lost ones never do."""
+        if self._candidate is not None and used < self._candidate[1]:
+            self._candidate = (self._candidate[0], used)
         if used >= self._lost:
             return
         if self._lost - used > max(0.05, 0.5 * self._lost):
@@ -305,42 +341,52 @@ class KvBlockLeak:
         longest = _share_of_longest(sample)
         return None if longest is None else (holders + 1) * longest
 
-    def _bound(self, t: float, excess: float, how: str) -> None:
-        """A reading in which at least ``excess`` belongs to nobody, or to a connector that holds it for a while."""
-        if self._holding:
-            self._held.add(t, excess)
-            floor = self._held.value(t)
-            sure = floor if floor is not None and self._held.full(t) else 0.0
-        else:
+    def _bound(self, t: float, excess: float, idle: bool) -> None:
+        """A reading in which at least ``excess`` belongs to no request."""
+        if not self._holding:
+            if excess <= 0 and not idle:
+                return
             before, self._candidate = self._candidate, (t, excess)
-            near = before is not None and 0 < t - before[0] <= self.settings.confirm_within
-            sure = min(before[1], excess) if before is not None and near else 0.0
+            if before is None or not 0 < t - before[0] <= self.settings.confirm_within:
+                return
+            sure = min(before[1], excess)
+        elif idle:
+            sure = self._outlasting_holds(t)
+        else:
+            return
         if sure > self._lost:
-            self._lost, self._how = sure, how
-        if how == "idle" and self._history.add(t, self._lost):
-            self._trend = theil_sen(self._history.points) if self._lost > 0 else None
+            self._lost, self._how = sure, "idle" if idle else "more than all requests can own"
+        if idle and self._history.add(t, self._lost):
+            self._trend = self._growth()
+
+    def _growth(self) -> Trend | None:
+        """The trend of what is lost, None before it has grown often enough to be called growth."""
+        points = self._history.points
+        rises = sum(b[1] - a[1] > _RISE_TOLERANCE for a, b in pairwise(points))
+        return theil_sen(points) if rises >= _LEAST_RISES else None
+
+    def _outlasting_holds(self, t: float) -> float:
+        """What was never free between two idle readings that lie further apart than a connector may hold blocks."""
+        times = self._idle_times
+        if not times or t - times[-1] >= self.settings.hold_time / 20:
+            times.append(t)
+        while t - times[0] > _HOLDS * self.settings.hold_time:
+            times.popleft()
+        return (self._beyond_holds.value(t) or 0.0) if t - times[0] >= self.settings.hold_time else 0.0
 
     # --- conclusions ---------------------------------------------------------------------------------------------
 
     def conclude(self, t: float) -> Finding:
         """What stands at ``t``."""
-        if self._t is None:
-            return unknown("no reading yet")
-        if t - self._t > self.settings.stale_after:
-            return unknown("no fresh reading")
+        if reason := self._freshness.reason(t):
+            return unknown(reason)
         if self._asleep:
             return unknown("asleep")
         if self._missing:
             return unknown(self._missing)
         if self._finding is None:
             self._finding = self._judge(t)
-        wanted = self._finding.state
-        state = self._latch.update(t, wanted if wanted != "unknown" else "clear")
-        if LEVEL[state] > LEVEL[wanted]:
-            return Finding(
-                state, 0.5, f"{self._finding.summary} It was worse a short while ago.", self._finding.evidence
-            )
-        return self._finding
+        return _held_up(self._latch, t, self._finding)
 
     def _judge(self, t: float) -> Finding:
         trend = self._trend
@@ -365,7 +411,7 @@ class KvBlockLeak:
             ticket, page = settings.connector_ticket_share, settings.connector_page_share
             if self._reclaims:
                 page = max(page, 1.2 * self._reclaimed_from)
-        soon = eta is not None and eta.seconds <= settings.page_within
+        soon = eta is not None and eta.high is not None and eta.seconds <= settings.page_within
         if self._lost >= page or (not self._holding and soon and self._lost >= settings.page_growing_share):
             return "page"
         if self._lost >= ticket:
@@ -634,6 +680,7 @@ class _GrowthTest:
 
 
 _BIN = 900.0
+_LEAST_SLEEP_RISE = 64 * MIB
 
 
 class GpuMemoryLeakSettings(Section):
@@ -685,7 +732,7 @@ class GpuMemoryLeak:
         self._latch = Latch(settings.page_hold, settings.ticket_hold)
         self._warm_up = _WarmUp(settings.warm_up, settings.warm_up_requests, settings.warm_up_longest)
         self._segment: int | None = None
-        self._t: float | None = None
+        self._freshness = _Freshness(settings.stale_after)
         self._total: int | None = None
         self._free: int | None = None
         self._asleep = False
@@ -712,7 +759,8 @@ class GpuMemoryLeak:
             if sample.asleep:
                 self._sleeps.append((sample.t, float(sample.used)))
         self._segment, self._asleep = sample.segment, sample.asleep
-        self._t, self._total, self._free = sample.t, sample.total, sample.free
+        self._freshness.add(sample.t)
+        self._total, self._free = sample.total, sample.free
         if sample.asleep:
             if sample.used < self._sleeps[-1][1]:
                 self._sleeps[-1] = (sample.t, float(sample.used))
@@ -724,16 +772,10 @@ class GpuMemoryLeak:
 
     def conclude(self, t: float) -> Finding:
         """What stands at ``t``."""
-        if self._t is None:
-            return unknown("no reading yet")
-        if t - self._t > self.settings.stale_after:
-            return unknown("no fresh reading")
+        if reason := self._freshness.reason(t):
+            return unknown(reason)
         finding = max((self._awake(t), self._sleeping()), key=lambda one: LEVEL[one.state])
-        wanted = finding.state
-        state = self._latch.update(t, "clear" if wanted == "unknown" else wanted)
-        if LEVEL[state] > LEVEL[wanted]:
-            return Finding(state, 0.5, finding.summary, finding.evidence, finding.eta)
-        return finding
+        return _held_up(self._latch, t, finding)
 
     # --- awake ---------------------------------------------------------------------------------------------------
 
@@ -780,8 +822,8 @@ class GpuMemoryLeak:
             f"While asleep the process holds {units.size(floors[-1])}, {units.size(max(0.0, grown))} more than in the "
             f"first of {len(floors)} sleeps: leak or fragmentation."
         )
-        rising = len(floors) >= 3 and all(b - a >= 64 * MIB for a, b in pairwise(floors[-3:]))
-        if rising and floors[-1] - floors[-3] >= self.settings.sleep_growth:
+        records = [value for i, value in enumerate(floors) if i == 0 or value >= max(floors[:i]) + _LEAST_SLEEP_RISE]
+        if records[-3:] == floors[-3:] and len(floors) >= 3 and records[-1] - records[-3] >= self.settings.sleep_growth:
             return Finding("ticket", 0.7, text, evidence)
         if grown >= self.settings.sleep_growth:
             return Finding("info", 0.7, text, evidence)
@@ -854,7 +896,7 @@ class HostMemoryLeak:
         self._warm_up = _WarmUp(settings.warm_up, settings.warm_up_requests, settings.warm_up_longest)
         self._load = _LoadRecords()
         self._start: float | None = None
-        self._t: float | None = None
+        self._freshness = _Freshness(settings.stale_after)
         self._begin(0.0)
 
     def _begin(self, first: float) -> None:
@@ -879,7 +921,7 @@ class HostMemoryLeak:
             self._latch.reset()
             self._begin(t)
             self._start = process.start
-        self._t = t
+        self._freshness.add(t)
         self._anon = known(process.anon)
         if self._anon is None:
             return
@@ -894,18 +936,12 @@ class HostMemoryLeak:
 
     def conclude(self, t: float) -> Finding:
         """What stands at ``t``."""
-        if self._t is None:
-            return unknown("no reading yet")
-        if t - self._t > self.settings.stale_after:
-            return unknown("no fresh reading")
+        if reason := self._freshness.reason(t):
+            return unknown(reason)
         if self._anon is None:
             return unknown("the process' anonymous memory cannot be read")
         finding = self._judge(t)
-        wanted = finding.state
-        state = self._latch.update(t, "clear" if wanted == "unknown" else wanted)
-        if LEVEL[state] > LEVEL[wanted]:
-            return Finding(state, 0.5, finding.summary, finding.evidence, finding.eta)
-        return finding
+        return _held_up(self._latch, t, finding)
 
     def _judge(self, t: float) -> Finding:
         settings, growth, evidence = self.settings, self._test.growth, self._evidence()
