@@ -5,11 +5,16 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import golden
 from tests.nvml_sim import Gpu, Option, Sim, build, compiler
 
 MakeSim = Callable[..., Sim]
+
+# How long an example takes on a busy machine says nothing of the code.
+settings.register_profile("oomwatch", deadline=None)
+settings.load_profile("oomwatch")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

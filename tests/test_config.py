@@ -102,21 +102,22 @@ def test_every_flag_sets_its_key() -> None:
 
 def test_every_key_outside_lists_has_a_variable_that_sets_it() -> None:
     values = {"text": "x", "file": "x", "integer": "7", "duration": "1m", "size": "1MiB", "boolean": "false"}
-    values |= {"list of sections": "[]", "list of addresses": ":7"}
+    values |= {"list of sections": "[]", "list of addresses": ":7", "folder": "x"}
+    values |= {"URL": "http://h:1", "headers": "{X-Scope-OrgID: x}"}
     for setting in settings():
         value = values.get(setting.field.type_name, setting.field.limits.split(", ")[-1])
-        if "thresholds" in setting.path:  # each has its own limits; the default lies within
-            value = setting.field.shown(setting.field.info.get_default())
-        # A key file is refused without its certificate.
-        certificate = setting.variable.replace("KEY_FILE", "CERT_FILE")
-        config: Any = load(
-            None, {setting.variable: value} | ({certificate: "x"} if "KEY_FILE" in setting.variable else {}), {}
-        )
+        if "thresholds" in setting.path or setting.path[-1].startswith("keep"):
+            value = setting.field.shown(setting.field.info.get_default())  # each has its own limits
+        # A key file is refused without its certificate, and a user's name without its password.
+        others = {"KEY_FILE": "CERT_FILE", "__USERNAME": "__PASSWORD_FILE", "__PASSWORD_FILE": "__USERNAME"}
+        beside = {setting.variable.replace(one, other): "x" for one, other in others.items()}
+        config: Any = load(None, {**beside, setting.variable: value}, {})
         for part in setting.path:
             assert part in config.model_fields_set, setting.variable
             config = getattr(config, part)
         assert config is not None, setting.variable
-        assert setting.field.shown(config) == value or config in ((), (":7",)), setting.variable
+        shown = setting.field.shown(config)
+        assert shown == value or config in ((), (":7",), {"X-Scope-OrgID": "x"}), setting.variable
 
 
 def test_lists_of_sections_are_given_as_yaml_in_a_variable() -> None:

@@ -25,6 +25,7 @@ from oomwatch.settings import (
     Described,
     Duration,
     File,
+    Folder,
     KeyPath,
     Kind,
     Layer,
@@ -49,6 +50,7 @@ from oomwatch.settings import (
     sequence,
     validate,
 )
+from oomwatch.sources.vllm.transport import ScrapeOptions
 from oomwatch.webconfig import check_web_config
 
 # Prometheus' list of exporters' ports hands out 9100 to 9999, and all of it is taken or asked for.
@@ -339,6 +341,84 @@ class NeighbourConfig(Section):
             yield Contradiction((given[1],), f"{given[0]} is set as well. Keep one")
 
 
+class PrometheusConfig(Section):
+    """A Prometheus server that scrapes the engines, to ask after a start for what was not seen itself."""
+
+    url: EngineUrl | None = Field(
+        default=None, description="The server's base URL, without /api/v1. Nothing is asked without it."
+    )
+    timeout: Duration = Field(default=30.0, ge=1, le=600, description="How long all questions together may take.")
+    bearer_token_file: File | None = Field(
+        default=None, description="File that holds a bearer token and nothing else. Read anew when it changes."
+    )
+    basic_auth: BasicAuthConfig | None = Field(default=None, description="User name and password for the server.")
+    tls: TlsConfig = Field(default=TlsConfig(), description="For https:// URLs.")
+    headers: Headers = Field(default_factory=dict, repr=False, description="Further headers to send. Shown masked.")
+    proxy_url: ProxyUrl | None = Field(
+        default=None, repr=False, description="Proxy to go through. Shown without credentials."
+    )
+
+    @classmethod
+    def contradictions(cls, data: Mapping[str, Any]) -> Iterator[Contradiction]:
+        if data.get("bearer_token_file") and data.get("basic_auth"):
+            yield Contradiction(("bearer_token_file",), "basic_auth is set as well. Keep one of the two")
+
+    def options(self) -> ScrapeOptions:
+        """How the server is asked."""
+        return ScrapeOptions(
+            timeout=self.timeout,
+            max_page_bytes=64 * 1024**2,
+            bearer_token_file=_text(self.bearer_token_file),
+            username=self.basic_auth.username if self.basic_auth else None,
+            password_file=_text(self.basic_auth.password_file) if self.basic_auth else None,
+            headers=dict(self.headers),
+            ca_file=_text(self.tls.ca_file),
+            cert_file=_text(self.tls.cert_file),
+            key_file=_text(self.tls.key_file),
+            insecure_skip_verify=self.tls.insecure_skip_verify,
+            proxy_url=self.proxy_url,
+        )
+
+
+def _text(file: Path | None) -> str | None:
+    return None if file is None else str(file)
+
+
+class HistoryConfig(Section):
+    """The daemon's memory on disk: a flight recorder, what the detectors have learnt, and floors of weeks.
+
+    Settings here take effect at the next start.
+    """
+
+    enabled: bool = Field(
+        default=True, description="Whether anything is kept on disk. Without it, a restart forgets everything."
+    )
+    directory: Folder | None = Field(
+        default=None,
+        description="Where it is kept. Else systemd's StateDirectory, /var/lib/oomwatch where that can be written, or "
+        "oomwatch under $XDG_STATE_HOME.",
+    )
+    keep: Duration = Field(
+        default=86400.0, ge=600, le=14 * 86400, description="How long the flight recorder keeps what was observed."
+    )
+    max_bytes: Size = Field(
+        default=256 * 1024**2,
+        ge=1024**2,
+        le=64 * 1024**3,
+        description="What the flight recorder takes on disk at most; the oldest goes first.",
+    )
+    keep_floors: Duration = Field(
+        default=30 * 86400.0,
+        ge=86400,
+        le=400 * 86400,
+        description="How long floors and maxima of each half hour are kept.",
+    )
+    log_text: bool = Field(
+        default=False, description="Whether raw lines of engines' logs are kept; prompts may stand in them."
+    )
+    prometheus: PrometheusConfig = Field(default=PrometheusConfig())
+
+
 class ExpositionConfig(Section):
     """What /metrics shows."""
 
@@ -402,6 +482,7 @@ class Config(Section):
         default=(), description="Known users of GPU memory that are no engines."
     )
     detection: DetectionConfig = Field(default=DetectionConfig())
+    history: HistoryConfig = Field(default=HistoryConfig())
     exposition: ExpositionConfig = Field(default=ExpositionConfig())
     log: LogConfig = Field(default=LogConfig())
     web: ServerConfig = Field(default=ServerConfig())
@@ -548,10 +629,12 @@ def _put_variable(layer: Layer, setting: Setting, text: str) -> list[Problem]:
             layer.where.update(inner.where)
         return problems
     value = text.strip()
-    if setting.field.many:
-        as_yaml = read_yaml_value(value, setting.variable)[0]
-        value = as_yaml if isinstance(as_yaml, list) else [part.strip() for part in value.split(",")]
-    layer.put(setting.path, value, Origin(setting.variable))
+    given: object = value
+    if setting.field.many or setting.field.type_name == "headers":
+        given = read_yaml_value(value, setting.variable)[0]
+    if setting.field.many and not isinstance(given, list):
+        given = [part.strip() for part in value.split(",")]
+    layer.put(setting.path, given, Origin(setting.variable))
     return []
 
 
@@ -585,6 +668,7 @@ def check_files(config: Config, places: Layer | None = None) -> list[Problem]:
     faults = {path: _file_fault(path, file) for path, file in named_files(config)}
     tls: dict[KeyPath, TlsConfig] = {("discovery", "tls"): config.discovery.tls}
     tls.update({("engines", index, "tls"): engine.tls for index, engine in enumerate(config.engines)})
+    tls["history", "prometheus", "tls"] = config.history.prometheus.tls
     for section, setting in tls.items():
         pair = (*section, "cert_file"), (*section, "key_file")
         if setting.cert_file and not any(faults.get(path) for path in pair):

@@ -11,7 +11,7 @@ import click
 from oomwatch.config import DEFAULT_PORT, FLAGS, OTHER_VARIABLES, PREFIX, Config
 from oomwatch.detection import Thresholds
 from oomwatch.families import metrics_markdown
-from oomwatch.settings import DURATION, FILE, SIZE, Described, Section, described, key_text
+from oomwatch.settings import DURATION, FILE, FOLDER, SIZE, Described, Section, described, key_text
 from oomwatch.webconfig import CIPHER_SUITES, WebConfig
 
 EXAMPLE = f"""\
@@ -92,6 +92,16 @@ detection:
       begins: "23:30"
       ends: "01:00"
       zone: Europe/Berlin
+
+history:
+  enabled: true
+  directory: /var/lib/oomwatch
+  keep: 1d
+  max_bytes: 256MiB
+  keep_floors: 30d
+  prometheus:
+    url: http://prometheus.example.org:9090
+    bearer_token_file: secrets/prometheus-token
 
 exposition:
   process_series_per_gpu: 32
@@ -272,7 +282,7 @@ def _allowed(found: Described) -> str:
     """Without what the types' own paragraph says."""
     if found.section:
         return "keys of detection.thresholds"
-    return found.limits if found.kind in (DURATION, SIZE, FILE) else found.allowed
+    return found.limits if found.kind in (DURATION, SIZE, FILE, FOLDER) else found.allowed
 
 
 def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

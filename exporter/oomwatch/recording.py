@@ -448,7 +448,7 @@ class Decoder:
         if gone:
             self._facts.pop(facts.name, None)
         else:
-            self._facts[facts.name] = facts if before is None else _merged(before, facts)
+            self._facts[facts.name] = facts if before is None else merged_facts(before, facts)
         return EngineUpdate(t, facts, gone)
 
     def _scrape(self, t: float, scrape: _Fields) -> Observation:
@@ -652,7 +652,8 @@ def _facts(engine: _Fields) -> EngineFacts:
     )
 
 
-def _merged(before: EngineFacts, now: EngineFacts) -> EngineFacts:
+def merged_facts(before: EngineFacts, now: EngineFacts) -> EngineFacts:
+    """What is given replaces what was known; what is not given stays."""
     return replace(before, **{f.name: getattr(now, f.name) for f in fields(now) if getattr(now, f.name) is not None})
 
 
@@ -873,21 +874,9 @@ class Recording:
         if not number:
             raise RecordingError(f"{self.name}: the file is empty: this is no recording")
         try:
-            document = _parsed(line)
-            if "oomwatch_recording" not in document:
-                raise _Malformed("oomwatch_recording is missing")
-            _check_version(document)
-        except _Malformed as problem:
-            raise RecordingError(
-                f"{self.name}:1: no header of a recording ({problem}). "
-                'The first line has to begin {"oomwatch_recording": 1, …'
-            ) from None
+            return read_header(line)
         except RecordingError as error:
             raise RecordingError(f"{self.name}:1: {error}") from None
-        try:
-            return _header(document)
-        except _Malformed as problem:
-            raise RecordingError(f"{self.name}:1: {problem}") from None
 
     def _start(self) -> float:
         if self.header.start is None:
@@ -896,6 +885,23 @@ class Recording:
             with contextlib.suppress(_Malformed):
                 return 0.0 if _parsed(line).number("t") >= _UNIX_TIMES_FROM else self.header.start
         return self.header.start
+
+
+def read_header(line: str | bytes) -> Header:
+    """The header of a recording. Raises RecordingError."""
+    try:
+        document = _parsed(line)
+        if "oomwatch_recording" not in document:
+            raise _Malformed("oomwatch_recording is missing")
+        _check_version(document)
+    except _Malformed as problem:
+        raise RecordingError(
+            f'no header of a recording ({problem}). The first line has to begin {{"oomwatch_recording": 1, …'
+        ) from None
+    try:
+        return _header(document)
+    except _Malformed as problem:
+        raise RecordingError(str(problem)) from None
 
 
 def _check_version(document: _Fields) -> None:

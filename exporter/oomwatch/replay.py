@@ -14,6 +14,7 @@ from itertools import chain
 from oomwatch import units
 from oomwatch.config import Config
 from oomwatch.daemon import cadence_of, neighbours_of
+from oomwatch.detection import ConfiguredPolicy
 from oomwatch.detectors.base import LEVEL, State, Subject
 from oomwatch.judge import Judge, Policy
 from oomwatch.node import Cadence, Node
@@ -198,7 +199,7 @@ def replay(recording: Recording, config: Config | None = None, policy: Policy | 
     """The course of the verdicts over a recording. Iterating raises RecordingError where the file cannot be read."""
     config = config or Config()
     cadence = cadence_in(recording.intervals(), config)
-    judge = Judge(Node(cadence, neighbours_of(config)), policy)
+    judge = Judge(Node(cadence, neighbours_of(config)), policy or ConfiguredPolicy(config.detection))
     interval = min(cadence.gpu, cadence.scrape)
     course = Course(recording, judge, interval, recording.start, recording.header.engines)
     course.summary.ignored = recording.ignored

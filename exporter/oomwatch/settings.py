@@ -448,6 +448,7 @@ class Kind:
 DURATION = Kind("duration", "such as 15s, 1m30s, 250ms, 2h or a plain number of seconds", format_duration)
 SIZE = Kind("size", "such as 16MiB, 1GiB, 80GB or a plain number of bytes", format_size)
 FILE = Kind("file", "a path, relative to the file that names it")
+FOLDER = Kind("folder", FILE.allowed)  # of our own: made where it is missing
 
 
 def _named_file(value: object) -> object:
@@ -461,6 +462,7 @@ Duration = Annotated[
 ]
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json"), SIZE]
 File = Annotated[Path, BeforeValidator(_named_file), FILE]
+Folder = Annotated[Path, BeforeValidator(_named_file), FOLDER]
 
 
 def _one_or_many(value: object) -> object:
@@ -756,15 +758,15 @@ def resolve_files(section: type[Section], data: dict[str, Any], base: Path) -> N
             for item in sequence(value):
                 if isinstance(item, dict):
                     resolve_files(found.sections, item, base)
-        elif found.kind is FILE and isinstance(value, str) and value:
+        elif found.kind in (FILE, FOLDER) and isinstance(value, str) and value:
             data[name] = str(base / value)
 
 
 def named_files(section: Section, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Path]]:
-    """Every file that a section names, with its key."""
-    for name in type(section).model_fields:
+    """Every file to be read that a section names, with its key."""
+    for name, found in described(type(section)).items():
         value = getattr(section, name)
-        if isinstance(value, Path):
+        if isinstance(value, Path) and found.kind is FILE:
             yield (*path, name), value
         elif isinstance(value, Section):
             yield from named_files(value, (*path, name))
