@@ -21,6 +21,16 @@ from oomwatch.detectors.capacity import (
     RanksUnbalanced,
     RanksUnbalancedSettings,
 )
+from oomwatch.detectors.health import (
+    GpuLost,
+    GpuLostSettings,
+    MetricsMissing,
+    MetricsMissingSettings,
+    NvmlStuck,
+    NvmlStuckSettings,
+    SourceStale,
+    SourceStaleSettings,
+)
 from oomwatch.detectors.leak import (
     GpuMemoryLeak,
     GpuMemoryLeakSettings,
@@ -28,6 +38,17 @@ from oomwatch.detectors.leak import (
     HostMemoryLeakSettings,
     KvBlockLeak,
     KvBlockLeakSettings,
+)
+from oomwatch.detectors.life import CrashLoop, CrashLoopSettings, StartupOom, StartupOomSettings
+from oomwatch.detectors.memory import (
+    BudgetOverrun,
+    BudgetOverrunSettings,
+    HeadroomLow,
+    HeadroomLowSettings,
+    MarginThin,
+    MarginThinSettings,
+    OrphanMemory,
+    OrphanMemorySettings,
 )
 from oomwatch.detectors.tail_waste import KvTailWaste, KvTailWasteSettings
 from oomwatch.settings import Section
@@ -57,4 +78,16 @@ KINDS: tuple[Kind, ...] = (
     Kind("kv-block-leak", "rank", KvBlockLeak, KvBlockLeakSettings),
     Kind("gpu-memory-leak", "held", GpuMemoryLeak, GpuMemoryLeakSettings),
     Kind("host-memory-leak", "process", HostMemoryLeak, HostMemoryLeakSettings),
+    Kind("margin-thin", "device", MarginThin, MarginThinSettings),
+    Kind("headroom-low", "device", HeadroomLow, HeadroomLowSettings),
+    Kind("budget-overrun", "engine", BudgetOverrun, BudgetOverrunSettings),
+    Kind("orphan-memory", "device", OrphanMemory, OrphanMemorySettings),
+    Kind("startup-oom", "engine", StartupOom, StartupOomSettings),
+    Kind("crash-loop", "engine", CrashLoop, CrashLoopSettings),
+    Kind("gpu-lost", "device", GpuLost, GpuLostSettings),
+    Kind("nvml-stuck", "device", NvmlStuck, NvmlStuckSettings),
+    # One class for both: what is about a device hears of no engine, and the other way round.
+    Kind("source-stale", "device", SourceStale, SourceStaleSettings),
+    Kind("source-stale", "engine", SourceStale, SourceStaleSettings),
+    Kind("metrics-missing", "engine", MetricsMissing, MetricsMissingSettings),
 )
