@@ -9,7 +9,7 @@ from typing import Protocol
 
 import pytest
 
-from tests.e2e.engine import VllmEngine
+from tests.e2e.engine import START_TIMEOUT_S, VllmEngine
 from tests.e2e.prometheus import PrometheusServer
 from tests.e2e.tools import require_vllm
 from tests.e2e.vllm_setup import VllmVenv
@@ -18,7 +18,7 @@ StartPrometheus = Callable[[Mapping[str, object]], PrometheusServer]
 
 
 class StartEngine(Protocol):
-    """Starts an engine; takes VllmEngine's `arguments`, `environment`, `plugins`, `python_path`."""
+    """Starts an engine; takes VllmEngine's arguments of the same names."""
 
     def __call__(
         self,
@@ -27,6 +27,7 @@ class StartEngine(Protocol):
         environment: Mapping[str, str] | None = None,
         plugins: tuple[Path, ...] = (),
         python_path: tuple[Path, ...] = (),
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> VllmEngine: ...
 
 
@@ -46,6 +47,7 @@ def start_vllm(vllm_venv: VllmVenv, tmp_path_factory: pytest.TempPathFactory) ->
             environment: Mapping[str, str] | None = None,
             plugins: tuple[Path, ...] = (),
             python_path: tuple[Path, ...] = (),
+            start_timeout_s: float = START_TIMEOUT_S,
         ) -> VllmEngine:
             engine = VllmEngine(
                 vllm_venv,
@@ -54,6 +56,7 @@ def start_vllm(vllm_venv: VllmVenv, tmp_path_factory: pytest.TempPathFactory) ->
                 environment=environment,
                 plugins=plugins,
                 python_path=python_path,
+                start_timeout_s=start_timeout_s,
             )
             return running.enter_context(engine)
 

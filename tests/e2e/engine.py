@@ -197,10 +197,15 @@ class VllmEngine(ServerProcess):
         max_tokens: int = 300,
         ignore_eos: bool = True,
         timeout_s: float = REQUEST_TIMEOUT_S,
+        rank: int | None = None,
     ) -> Load:
-        """Sends `n` completions, `concurrency` (default: all) at a time, each with a prompt of its own, and returns."""
+        """Sends `n` completions, `concurrency` (default: all) at a time, each with a prompt of its own, and returns.
+
+        `rank` names the data-parallel rank that is to serve them, in place of the server's choice.
+        """
         pool = ThreadPoolExecutor(concurrency or n, thread_name_prefix="load")
-        futures = [pool.submit(self._complete, prompt_tokens, max_tokens, ignore_eos, timeout_s) for _ in range(n)]
+        request = (prompt_tokens, max_tokens, ignore_eos, timeout_s, rank)
+        futures = [pool.submit(self._complete, *request) for _ in range(n)]
         pool.shutdown(wait=False)
         return Load(futures)
 
@@ -230,27 +235,29 @@ class VllmEngine(ServerProcess):
         with ThreadPoolExecutor(n, thread_name_prefix="stream") as pool:
             return sum(pool.map(lambda _: self._stream_first_bytes(prompt_tokens, max_tokens), range(n)))
 
-    def sigstop_worker(self) -> int:
-        """Hangs the model's process (SIGSTOP); returns its pid."""
-        return self._signal(self._only(Role.WORKER), signal.SIGSTOP)
+    def sigstop_worker(self, rank: int = 0) -> int:
+        """Hangs the model's process of one data-parallel rank (SIGSTOP); returns its pid."""
+        return self._signal(self._worker(rank), signal.SIGSTOP)
 
-    def sigcont_worker(self) -> int:
-        return self._signal(self._only(Role.WORKER), signal.SIGCONT)
+    def sigcont_worker(self, rank: int = 0) -> int:
+        return self._signal(self._worker(rank), signal.SIGCONT)
 
-    def kill_worker(self) -> int:
+    def kill_worker(self, rank: int = 0) -> int:
         """Kills the model's process as the kernel's OOM killer would (SIGKILL); returns its pid."""
-        return self._signal(self._only(Role.WORKER), signal.SIGKILL)
+        return self._signal(self._worker(rank), signal.SIGKILL)
 
-    def kill_engine_core(self, index: int = 0) -> int:
-        """Kills the scheduler process of one engine (SIGKILL); returns its pid."""
-        cores = sorted(self._with_role(Role.ENGINE_CORE), key=lambda process: process.title)
-        return self._signal(cores[index], signal.SIGKILL)
+    def kill_engine_core(self, rank: int = 0) -> int:
+        """Kills the scheduler process of one data-parallel rank (SIGKILL); returns its pid."""
+        return self._signal(self._core(rank), signal.SIGKILL)
 
-    def _complete(self, prompt_tokens: int, max_tokens: int, ignore_eos: bool, timeout_s: float) -> Completion:
+    def _complete(
+        self, prompt_tokens: int, max_tokens: int, ignore_eos: bool, timeout_s: float, rank: int | None
+    ) -> Completion:
         body = {**self._request(prompt_tokens, max_tokens), "ignore_eos": ignore_eos}
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         started = time.monotonic()
         try:
-            answer = requests.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
+            answer = requests.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=timeout_s)
             elapsed = time.monotonic() - started
             if answer.status_code != HTTPStatus.OK:
                 return Completion(answer.status_code, 0, elapsed, answer.text)
@@ -272,9 +279,13 @@ class VllmEngine(ServerProcess):
     def _with_role(self, role: Role) -> list[EngineProcess]:
         return [process for process in self.processes() if process.role is role]
 
-    def _only(self, role: Role) -> EngineProcess:
-        (process,) = self._with_role(role)
-        return process
+    def _core(self, rank: int) -> EngineProcess:
+        return sorted(self._with_role(Role.ENGINE_CORE), key=lambda process: process.title)[rank]
+
+    def _worker(self, rank: int) -> EngineProcess:
+        core = self._core(rank)
+        (worker,) = (p for p in self._with_role(Role.WORKER) if psutil.Process(p.pid).ppid() == core.pid)
+        return worker
 
     def _signal(self, process: EngineProcess, number: signal.Signals) -> int:
         os.kill(process.pid, number)
