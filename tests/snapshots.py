@@ -6,8 +6,11 @@ from dataclasses import replace
 
 from oomwatch import units
 from oomwatch.attribution import UNKNOWN, held_memory, unowned_memory
+from oomwatch.detectors.base import Eta, Evidence, State, Subject, numbers
+from oomwatch.incidents import Incidents
 from oomwatch.observations import (
     HUNG,
+    NOT_EXPOSED,
     NOT_READ,
     STALE,
     Absent,
@@ -35,6 +38,7 @@ from oomwatch.snapshot import (
     SourceView,
     XidCount,
 )
+from oomwatch.verdicts import CATALOGUE, Verdict
 
 NOW = 1_790_000_000.0
 MIB = 1024**2
@@ -126,6 +130,8 @@ def rank(name: str = "0") -> RankReading:
         generation_tokens=765_432.0,
         steps=98_765.0,
         finished={"stop": 4_000.0, "length": 120.0, "abort": 3.0},
+        prompt_lengths=((100.0, 2_000.0), (1_000.0, 3_900.0), (10_000.0, 4_100.0), (float("inf"), 4_123.0)),
+        generation_lengths=((200.0, 3_000.0), (1_000.0, 4_120.0), (float("inf"), 4_123.0)),
         prefix_queries=900_000.0,
         prefix_hits=300_000.0,
         kv_expired=1.0,
@@ -206,8 +212,13 @@ def full() -> Snapshot:
         gpu_memory={gpu_uuid(0): 66 * GIB},
         overhead={gpu_uuid(0): 900 * MIB},
     )
+    without_fixed_pool = replace(rank(), pool=replace(rank().pool, configured_bytes=NOT_EXPOSED))
+    on_a_slice = engine("sliced", ranks=(without_fixed_pool,))
     on_a_slice = replace(
-        engine("sliced"), gpu_memory={"MIG-00000002-0001": 9 * GIB}, overhead={"MIG-00000002-0001": 300 * MIB}
+        on_a_slice,
+        facts=replace(on_a_slice.facts, weights_bytes=4 * GIB, kv_pool_bytes=4 * GIB),
+        gpu_memory={"MIG-00000002-0001": 9 * GIB},
+        overhead={"MIG-00000002-0001": 300 * MIB},
     )
     return Snapshot(
         t=NOW,
@@ -223,6 +234,144 @@ def full() -> Snapshot:
             SourceView("discovery", "", None),
         ),
         unresolved_gpu_pids=1,
+        verdicts=judged(
+            leaking(Subject(engine="llama-8b", rank="0")),
+            stuck(),
+            verdict("kv-block-leak", "unknown", Subject(engine="llama-8b", rank="1"), reason="warming up"),
+            verdict("kv-block-leak", "clear", Subject(engine="sliced", rank="0"), confidence=0.95),
+            verdict(
+                "kv-tail-waste",
+                "clear",
+                Subject(engine="llama-8b", rank="0"),
+                evidence={"waste_share": 0.005, "waste_low": 0.004, "waste_high": 0.006, "waste_most": 0.01},
+            ),
+            verdict(
+                "preemption-pressure",
+                "ticket",
+                Subject(engine="sliced", rank="0"),
+                silenced="weekly batch",
+                summary="120 preemptions for 150 requests finished within 10 min, 0.8 each.",
+                evidence={"preemptions_per_finished": 0.8, "preemptions": 120, "finished": 150, "peak_usage": 0.97},
+            ),
+            growing(Subject(engine="llama-8b", gpu=gpu_uuid(0), pid=4711)),
+            verdict(
+                "host-memory-leak",
+                "info",
+                Subject(engine="llama-8b", pid=4700),
+                confidence=0.75,
+                summary="Anonymous memory has grown by 640 MiB since the warm-up, by 40 MiB an hour now.",
+                evidence={
+                    "baseline_bytes": 5 * GIB,
+                    "floor_bytes": 5 * GIB + 640 * MIB,
+                    "growth_bytes": 640 * MIB,
+                    "slope_bytes_per_hour": 40.0 * MIB,
+                    "left_bytes": 58 * GIB,
+                },
+            ),
+            verdict(
+                "headroom-low",
+                "clear",
+                Subject(gpu=gpu_uuid(0)),
+                evidence={"free_floor_bytes": 9 * GIB, "level_bytes": 9 * GIB},
+            ),
+            verdict("margin-thin", "clear", Subject(gpu="MIG-00000002-0001"), evidence={"free_floor_bytes": 10 * GIB}),
+        ),
+    )
+
+
+def verdict(
+    name: str,
+    state: State,
+    subject: Subject,
+    *,
+    since: float = NOW - 1_800,
+    confidence: float = 1.0,
+    summary: str = "",
+    evidence: Evidence | None = None,
+    eta: Eta | None = None,
+    reason: str = "",
+    advice: tuple[str, ...] = (),
+    silenced: str = "",
+) -> Verdict:
+    """What a detector concluded, as the judge hands it on; incidents come by judged()."""
+    return Verdict(
+        name,
+        CATALOGUE[name].killer,
+        state,
+        subject,
+        since,
+        confidence=0.0 if state == "unknown" else confidence,
+        summary=summary,
+        evidence=evidence or {},
+        eta=eta,
+        reason=reason,
+        advice=advice,
+        silenced=silenced,
+        gauges=numbers(evidence or {}),
+    )
+
+
+def judged(*verdicts: Verdict) -> tuple[Verdict, ...]:
+    """Verdicts with their incidents; engine llama-8b runs on the first GPU."""
+    return Incidents().assign(verdicts, {"llama-8b": frozenset({gpu_uuid(0)})})
+
+
+def leaking(subject: Subject, state: State = "page") -> Verdict:
+    """A quarter of the pool is lost, and the rest will be within hours."""
+    return verdict(
+        "kv-block-leak",
+        state,
+        subject,
+        since=NOW - 3 * 3_600,
+        confidence=0.97,
+        summary="2,000 of 8,000 KV blocks (25%) belong to no request; at this pace the pool is gone in 6 h.",
+        evidence={
+            "floor_blocks": 2_000,
+            "floor_ratio": 0.25,
+            "pool_blocks": 8_000,
+            "slope_blocks_per_hour": 1_000.0,
+            "idle_seconds": 45.0,
+            "method": "idle",
+        },
+        eta=Eta(6 * 3_600.0, 5 * 3_600.0, 8 * 3_600.0),
+        advice=("Restart the engine at a quiet moment within 5 h.", "Save its page of metrics and its log first."),
+    )
+
+
+def stuck() -> Verdict:
+    """What the leak above ends in."""
+    return verdict(
+        "engine-stuck",
+        "page",
+        Subject(engine="llama-8b"),
+        since=NOW - 240,
+        confidence=0.9,
+        summary="No token for 4 min although 3 requests wait: no token or step counter moves.",
+        evidence={"flat_seconds": 240.0, "running": 0.0, "waiting": 3.0, "ranks": ["0"]},
+        advice=("Take it out of the load balancer.", "Restart it."),
+    )
+
+
+def growing(subject: Subject, state: State = "ticket") -> Verdict:
+    """Device memory that grows without more load."""
+    return verdict(
+        "gpu-memory-leak",
+        state,
+        subject,
+        since=NOW - 7_200,
+        confidence=0.85,
+        summary="The process has grown by 1.5 GiB since its warm-up, by 96 MiB an hour now, without more load: leak or "
+        "fragmentation; the device is full in 4 d.",
+        evidence={
+            "baseline_bytes": 64 * GIB,
+            "floor_bytes": 64 * GIB + 1536 * MIB,
+            "growth_bytes": 1536 * MIB,
+            "slope_bytes_per_hour": 96.0 * MIB,
+            "free_bytes": 9 * GIB,
+            "asleep_floor_bytes": 2 * GIB,
+        },
+        eta=Eta(96 * 3_600.0, 80 * 3_600.0, 120 * 3_600.0),
+        advice=("Plan a restart within 3 d.",),
     )
 
 

@@ -18,12 +18,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from oomwatch import textformat
+from oomwatch.detectors.base import Eta
 from oomwatch.exposition import SnapshotCollector, registry, render
-from oomwatch.families import BASE_UNITS, COUNTED, FAMILIES, Family
+from oomwatch.families import BASE_UNITS, COUNTED, FAMILIES, RATES, Family
 from oomwatch.observations import DRIVER_STATES, SCRAPE_STATES, Absent, HostMemory, Memory
 from oomwatch.snapshot import ENGINE_STATES, Snapshot
 from tests.exposed import CALLS, CONFIG, check_metrics, everything, names, own_page, samples, strictly_parsed, values
-from tests.snapshots import GIB, NOW, bare, crowded, engine, full, gpu, gpu_uuid, host_process, unreachable
+from tests.snapshots import GIB, NOW, bare, crowded, engine, full, gpu, gpu_uuid, host_process, unreachable, verdict
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
@@ -55,7 +56,8 @@ class TestNames:
 
     @every_family
     def test_a_unit_is_in_the_plural_and_stands_last(self, family: Family) -> None:
-        words = family.base_name.split("_")
+        rate = next((rate for rate in RATES if family.base_name.endswith(rate)), "")
+        words = family.base_name.removesuffix(rate).rstrip("_").split("_")
         singular = {"byte", "second", "watt", "token", "block"}
         assert not singular & {words[-1]}
         assert not set(BASE_UNITS) & set(words[:-1])
@@ -134,6 +136,18 @@ class TestLabels:
                 ),
                 *other,
             ),
+            verdicts=tuple(
+                replace(
+                    one,
+                    confidence=one.confidence / 2,
+                    evidence={
+                        key: value * 2 if isinstance(value, float) else value for key, value in one.evidence.items()
+                    },
+                    eta=Eta(1.0, 0.5, 2.0) if one.eta else None,
+                    summary="other numbers",
+                )
+                for one in before.verdicts
+            ),
         )
         assert samples(moved).keys() == samples(before).keys()
         assert samples(moved) != samples(before)
@@ -164,7 +178,7 @@ class TestValues:
 
     def test_no_sample_has_a_timestamp(self) -> None:
         lines = [line for line in own_page(full()).splitlines() if not line.startswith("#")]
-        assert [line for line in lines if not re.fullmatch(r"[a-z_]+(\{.*\})? [0-9.e+-]+", line)] == []
+        assert [line for line in lines if not re.fullmatch(r"[a-z0-9_]+(\{.*\})? [0-9.e+-]+", line)] == []
 
     def test_what_node_exporter_has_is_not_here(self) -> None:
         with_host, without = full(), replace(full(), host=None)
@@ -198,7 +212,7 @@ class TestHelp:
 
     @every_family
     def test_what_it_counts_is_known_from_the_name(self, family: Family) -> None:
-        assert family.unit in {"", *BASE_UNITS, *COUNTED}
+        assert family.unit in {"", *BASE_UNITS, *COUNTED, *RATES}
 
 
 class TestCardinality:
@@ -249,6 +263,13 @@ class TestKnownSeriesExistFromTheStart:
         assert set(values(snapshot, "oomwatch_gpu_xid_errors_total")) == {0}
         assert not values(snapshot, "oomwatch_gpu_xid_last_timestamp_seconds")
 
+    def test_incidents_of_every_killer(self) -> None:
+        shown = {
+            killer: values(bare(), "oomwatch_incidents", killer=killer)
+            for killer in ("capacity", "fragmentation", "leak", "health")
+        }
+        assert set(map(tuple, shown.values())) == {(0,)}
+
     def test_restarts_of_an_engine(self) -> None:
         assert values(full(), "oomwatch_engine_restarts_total", engine="sliced") == [0]
 
@@ -267,7 +288,8 @@ class TestCollection:
         present = {"snapshot": full()}
         served = registry(collector_of(present))
         before = render(served, "")[0].decode()
-        present["snapshot"] = replace(full(), engines=(engine("sliced"),))
+        verdicts = tuple(one for one in full().verdicts if one.subject.engine == "sliced")
+        present["snapshot"] = replace(full(), engines=(engine("sliced"),), verdicts=verdicts)
         after = render(served, "")[0].decode()
         assert 'engine="llama-8b"' in before
         assert 'engine="llama-8b"' not in after
@@ -329,9 +351,13 @@ class TestCollection:
         engines = tuple(
             replace(unreachable(view), processes=(), gpu_memory=stale, overhead=stale) for view in full().engines
         )
-        left = names(replace(full(), gpus=gpus, engines=engines, unresolved_gpu_pids=stale))
-        measured = {name for name in left if name.startswith(("oomwatch_gpu_", "oomwatch_mig_", "oomwatch_engine_"))}
-        assert measured == {
+        verdicts = tuple(verdict(one.name, "unknown", one.subject, reason="no fresh page") for one in full().verdicts)
+        left = names(replace(full(), gpus=gpus, engines=engines, unresolved_gpu_pids=stale, verdicts=verdicts))
+        ours = ("oomwatch_gpu_", "oomwatch_mig_", "oomwatch_engine_", "oomwatch_device_", "oomwatch_verdict_")
+        assert {name for name in left if name.startswith(ours)} == {
+            "oomwatch_verdict_state_timestamp_seconds",
+            "oomwatch_verdict_unknown",
+            "oomwatch_engine_device_memory_configured_bytes",
             "oomwatch_gpu_info",
             "oomwatch_gpu_last_seen_timestamp_seconds",
             "oomwatch_gpu_value_absent",

@@ -15,18 +15,30 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from oomwatch import __version__, textformat
-from oomwatch.families import BASE_UNITS, FAMILIES
+from oomwatch.detectors.base import LEVEL, Subject, numbers
+from oomwatch.families import BASE_UNITS, DERIVED, FAMILIES, VERDICT_LABELS
 from oomwatch.observations import (
     DRIVER_STATES,
     NOT_READ,
     Absent,
     GpuPoll,
+    Histogram,
     HostProcess,
     Maybe,
     RankReading,
     known,
 )
-from oomwatch.snapshot import ENGINE_STATES, EngineView, GpuView, HeldProcess, MigView, Snapshot, SourceView
+from oomwatch.snapshot import (
+    ENGINE_STATES,
+    EngineView,
+    GpuView,
+    HeldProcess,
+    MigView,
+    Snapshot,
+    SourceView,
+    devices,
+)
+from oomwatch.verdicts import KILLERS, Verdict
 
 if TYPE_CHECKING:
     from oomwatch.sources.nvml.calls import CallStats
@@ -86,9 +98,12 @@ class SnapshotCollector(Collector):
         overheads = {engine.name: known(engine.overhead) or {} for engine in snapshot.engines}
         for gpu in snapshot.gpus:
             _put_gpu(page, gpu, most, overheads)
-        parents = {mig.uuid: gpu.uuid for gpu in snapshot.gpus for mig in gpu.mig}
+        places = _Places(snapshot)
         for engine in snapshot.engines:
-            _put_engine(page, engine, parents)
+            _put_engine(page, engine, places)
+        for verdict in snapshot.verdicts:
+            _put_verdict(page, verdict, places)
+        _put_incidents(page, snapshot)
         return (metric for metric in page.families() if metric.samples)
 
 
@@ -147,6 +162,25 @@ class _Page:
                 Sample(name, dict(zip(family.labels, labels, strict=True)), value) for labels, value in samples.items()
             ]
             yield metric
+
+
+class _Places:
+    """Devices by uuid: a slice's GPU, and what an engine there sees of the memory."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._parents = {mig.uuid: gpu.uuid for gpu in snapshot.gpus for mig in gpu.mig}
+        self._memory = {view.uuid: known(view.memory) for view in devices(snapshot.gpus)}
+
+    def labels(self, device: str | None) -> tuple[str, str]:
+        """The labels gpu and mig of a device's or a slice's uuid."""
+        if device is None or not device.startswith("MIG-"):
+            return device or "", ""
+        return self._parents.get(device, ""), device
+
+    def usable(self, device: str) -> int | None:
+        """Bytes without the driver's reserve, which no engine sees."""
+        memory = self._memory.get(device)
+        return memory.total - (memory.reserved or 0) if memory else None
 
 
 # --- daemon, sources, driver -----------------------------------------------------------------------------------
@@ -328,7 +362,7 @@ _RANK_GAUGES_AND_COUNTERS = {
 }
 
 
-def _put_engine(page: _Page, engine: EngineView, parents: Mapping[str, str]) -> None:
+def _put_engine(page: _Page, engine: EngineView, places: _Places) -> None:
     name, facts, scrape = engine.name, engine.facts, engine.scrape
     model = known(engine.last_answer.model_name) if engine.last_answer else None
     page.put("oomwatch_engine_info", 1, name, model or "", facts.vllm_version or "", facts.origin)
@@ -339,6 +373,7 @@ def _put_engine(page: _Page, engine: EngineView, parents: Mapping[str, str]) -> 
     page.put("oomwatch_engine_restarts_total", engine.restarts, name)
     if engine.state != "gone":
         _put_settings(page, engine)
+        _put_budgets(page, engine, places)
     for rank in scrape.ranks if scrape else ():
         _put_rank(page, name, rank)
     for family, by_device in (
@@ -346,8 +381,7 @@ def _put_engine(page: _Page, engine: EngineView, parents: Mapping[str, str]) -> 
         ("oomwatch_engine_device_memory_overhead_bytes", engine.overhead),
     ):
         for device, value in (known(by_device) or {}).items():
-            gpu, mig = (parents.get(device, ""), device) if device.startswith("MIG-") else (device, "")
-            page.put(family, value, name, gpu, mig)
+            page.put(family, value, name, *places.labels(device))
     _put_host_processes(page, name, engine.processes)
 
 
@@ -355,16 +389,33 @@ def _put_settings(page: _Page, engine: EngineView) -> None:
     """What the engine was told: by its page where that answers, else as configuration or discovery know it."""
     name, facts, scrape = engine.name, engine.facts, engine.scrape
     ranks = scrape.ranks if scrape else ()
-    utilization = _first(rank.gpu_memory_utilization for rank in ranks)
-    page.put(
-        "oomwatch_engine_gpu_memory_utilization_ratio",
-        facts.gpu_memory_utilization if utilization is None else utilization,
-        name,
-    )
+    page.put("oomwatch_engine_gpu_memory_utilization_ratio", _utilization(engine), name)
     page.put("oomwatch_engine_max_model_length_tokens", facts.max_model_len, name)
     page.put("oomwatch_engine_prefix_caching_enabled", _first(rank.prefix_caching for rank in ranks), name)
     connector = known(scrape.kv_connector) if scrape else None
     page.put("oomwatch_engine_kv_connector_enabled", facts.kv_connector if connector is None else connector, name)
+
+
+def _utilization(engine: EngineView) -> float | None:
+    told = _first(rank.gpu_memory_utilization for rank in (engine.scrape.ranks if engine.scrape else ()))
+    return engine.facts.gpu_memory_utilization if told is None else told
+
+
+def _put_budgets(page: _Page, engine: EngineView, places: _Places) -> None:
+    ranks = engine.scrape.ranks if engine.scrape else ()
+    configured = _first(rank.pool.configured_bytes for rank in ranks)
+    pool = configured if engine.facts.kv_pool_bytes is None else engine.facts.kv_pool_bytes
+    page.put("oomwatch_engine_device_memory_configured_bytes", engine.facts.weights_bytes, engine.name, "weights")
+    page.put("oomwatch_engine_device_memory_configured_bytes", pool, engine.name, "kv_pool")
+    utilization = _utilization(engine)
+    if utilization is None or configured is not None:
+        return
+    for device, used in (known(engine.gpu_memory) or {}).items():
+        usable = places.usable(device)
+        if usable is not None:
+            labels = (engine.name, *places.labels(device))
+            page.put("oomwatch_engine_device_budget_bytes", utilization * usable, *labels)
+            page.put("oomwatch_engine_device_overrun_bytes", used - utilization * usable, *labels)
 
 
 def _put_rank(page: _Page, engine: str, rank: RankReading) -> None:
@@ -376,6 +427,25 @@ def _put_rank(page: _Page, engine: str, rank: RankReading) -> None:
     level = known(rank.sleep_level)
     if level is not None:
         page.put_state("oomwatch_engine_sleep_state", SLEEP_LEVELS, level, *labels)
+    for what, lengths in (("prompt", rank.prompt_lengths), ("generation", rank.generation_lengths)):
+        for name, share in (("median", 0.5), ("p95", 0.95)):
+            page.put(f"oomwatch_engine_{what}_length_{name}_tokens", quantile(known(lengths) or (), share), *labels)
+
+
+def quantile(histogram: Histogram, share: float) -> float | None:
+    """The value that ``share`` of what was counted do not exceed, interpolated as Prometheus does.
+
+    None for an empty histogram, and where it lies beyond the last finite bound.
+    """
+    wanted = share * histogram[-1][1] if histogram else 0.0
+    if wanted <= 0:
+        return None
+    low, before = 0.0, 0.0
+    for bound, count in histogram:
+        if count >= wanted:
+            return low + (bound - low) * (wanted - before) / (count - before) if math.isfinite(bound) else None
+        low, before = bound, count
+    return None
 
 
 def _put_host_processes(page: _Page, engine: str, processes: Iterable[HostProcess]) -> None:
@@ -402,3 +472,55 @@ def _put_host_processes(page: _Page, engine: str, processes: Iterable[HostProces
 def _first(values: Iterable[Maybe[T]]) -> T | None:
     """The first known value: ranks of one engine share their settings."""
     return next((value for value in values if not isinstance(value, Absent)), None)
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------
+
+
+def _put_verdict(page: _Page, verdict: Verdict, places: _Places) -> None:
+    labels = _verdict_labels(verdict, places)
+    page.put("oomwatch_verdict_state_timestamp_seconds", verdict.since, *labels)
+    if verdict.silenced:
+        page.put("oomwatch_verdict_silenced", 1, *labels, verdict.silenced)
+    for derived in DERIVED:
+        if derived.verdict == verdict.name and derived.key in verdict.gauges:
+            about = _subject_labels(verdict.subject, derived.family.labels, places)
+            page.put(derived.family.name, verdict.gauges[derived.key] * derived.factor, *about)
+    if verdict.state == "unknown":
+        page.put("oomwatch_verdict_unknown", 1, *labels, verdict.reason)
+        return
+    page.put("oomwatch_verdict_state", verdict.level, *labels)
+    page.put("oomwatch_verdict_confidence_ratio", verdict.confidence, *labels)
+    if verdict.eta is not None:
+        page.put("oomwatch_verdict_eta_seconds", verdict.eta.seconds, *labels)
+        page.put("oomwatch_verdict_eta_low_seconds", verdict.eta.low, *labels)
+        page.put("oomwatch_verdict_eta_high_seconds", verdict.eta.high, *labels)
+    if verdict.level < LEVEL["info"]:
+        return
+    if verdict.symptom_of is not None:
+        page.put("oomwatch_verdict_symptom", 1, *labels, verdict.symptom_of)
+    if verdict.incident:
+        page.put("oomwatch_incident_info", 1, verdict.incident, *labels)
+    for key, value in numbers(verdict.evidence).items():
+        page.put("oomwatch_verdict_evidence", value, *labels, key)
+
+
+def _put_incidents(page: _Page, snapshot: Snapshot) -> None:
+    """One for each that is open, by the killer of its cause; each killer from 0."""
+    if not snapshot.t:
+        return
+    causes = {verdict.incident: verdict.killer for verdict in snapshot.verdicts if verdict.symptom_of is None}
+    causes.pop("", None)
+    for killer in KILLERS:
+        page.put("oomwatch_incidents", sum(of == killer for of in causes.values()), killer)
+
+
+def _verdict_labels(verdict: Verdict, places: _Places) -> tuple[str, ...]:
+    return verdict.name, verdict.killer, *_subject_labels(verdict.subject, VERDICT_LABELS[2:], places)
+
+
+def _subject_labels(subject: Subject, wanted: Iterable[str], places: _Places) -> tuple[str, ...]:
+    """The labels of a verdict's subject that a family has; empty where one does not apply."""
+    gpu, mig = places.labels(subject.gpu)
+    labels = {**subject.labels(), "gpu": gpu, "mig": mig}
+    return tuple(labels.get(name, "") for name in wanted)

@@ -11,7 +11,8 @@ from oomwatch.sources.vllm.names import BY_FIELD, CACHE_CONFIG, CONFIG_LABELS, E
 
 # Units as OpenMetrics knows them, and what else a name may end in to say what it counts.
 BASE_UNITS = ("bytes", "seconds", "ratio", "celsius", "watts")
-COUNTED = ("tokens", "blocks", "requests", "processes", "pids", "devices", "rows")
+COUNTED = ("tokens", "blocks", "requests", "processes", "pids", "devices", "rows", "incidents")
+RATES = ("bytes_per_second", "blocks_per_second")
 
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 
@@ -47,12 +48,14 @@ class Family:
     @property
     def unit(self) -> str:
         """What a sample counts, by the end of the name; empty for flags and plain counts."""
-        last = self.base_name.rpartition("_")[2]
-        return last if last in BASE_UNITS or last in COUNTED else ""
+        rate = next((rate for rate in RATES if self.base_name.endswith(f"_{rate}")), "")
+        last = rate or self.base_name.rpartition("_")[2]
+        return last if last in (*BASE_UNITS, *COUNTED, *RATES) else ""
 
 
 # When a value was read. Nothing is read during a scrape of /metrics.
 AT_START = "known from the start"
+AT_A_TICK = "concluded at every tick, at least every 15 s"
 AS_IT_HAPPENS = "updated when it happens"
 EVERY_RUN = "updated at each run of the source"
 EVERY_GPU = "read every intervals.gpu, cached in between"
@@ -605,6 +608,245 @@ def _processes() -> Iterator[Family]:
     )
 
 
+def _budgets() -> Iterator[Family]:
+    family = partial(Family, section="Engines", cadence=EVERY_PROCESSES, labels=("engine", "gpu", "mig"))
+    yield family(
+        "oomwatch_engine_device_budget_bytes",
+        "Device memory that the engine was told to take: utilization x (total - reserved).",
+        f"{_MEMORY_CALL}_v2 and vllm:cache_config_info, else the configuration or the command line",
+        absent="the utilization or the device's memory is not known, or --kv-cache-memory-bytes is set",
+    )
+    yield family(
+        "oomwatch_engine_device_overrun_bytes",
+        "What the engine's processes hold beyond oomwatch_engine_device_budget_bytes; negative while below.",
+        f"{_LIST_CALL} less the budget",
+        absent=f"the budget is not known, or {_SUM_ABSENT}",
+    )
+    yield family(
+        "oomwatch_engine_device_memory_configured_bytes",
+        "Device memory of the engine's weights or kv_pool on one GPU, as an operator stated it; the rest is overhead.",
+        "the configuration, else vllm:cache_config_info",
+        cadence=EVERY_SCRAPE,
+        labels=("engine", "component"),
+        absent="neither the configuration nor the page tells",
+    )
+
+
+def _lengths() -> Iterator[Family]:
+    for what in ("prompt", "generation"):
+        for quantile, words in (("median", "half of"), ("p95", "19 of 20")):
+            yield Family(
+                f"oomwatch_engine_{what}_length_{quantile}_tokens",
+                f"Length that the {what}s of {words} the requests finished since the engine started do not exceed, "
+                "interpolated within vLLM's buckets.",
+                BY_FIELD[f"{what}_lengths"].names[0],
+                section="Ranks of engines",
+                cadence=EVERY_SCRAPE,
+                labels=("engine", "rank"),
+                absent="the engine does not answer, no request has finished, or it lies beyond the last bucket",
+            )
+
+
+VERDICT_LABELS = ("verdict", "killer", "engine", "rank", "gpu", "mig", "pid")
+"""What a verdict is about; labels that do not apply are empty."""
+
+
+def _verdicts() -> Iterator[Family]:
+    undecided = "there is no such subject, or the verdict is unknown (oomwatch_verdict_unknown says why)"
+    family = partial(
+        Family,
+        source="this program",
+        section="Verdicts",
+        cadence=AT_A_TICK,
+        labels=VERDICT_LABELS,
+        absent=undecided,
+    )
+    yield family("oomwatch_verdict_state", "What is concluded: 0 clear, 1 info, 2 ticket, 3 page.")
+    yield family(
+        "oomwatch_verdict_unknown",
+        "1 for each verdict that cannot be concluded, with the reason.",
+        labels=(*VERDICT_LABELS, "reason"),
+        absent="the verdict is known",
+    )
+    yield family(
+        "oomwatch_verdict_state_timestamp_seconds",
+        "Unix time at which the present state began, unknown among them.",
+        absent="there is no such subject",
+    )
+    yield family("oomwatch_verdict_confidence_ratio", "How sure the state is right.")
+    for bound, words in (("", ""), ("low_", "Lower bound of the "), ("high_", "Upper bound of the ")):
+        meaning = "time until what the verdict is about runs out at the present pace"
+        yield family(
+            f"oomwatch_verdict_eta_{bound}seconds",
+            f"{words}{meaning if words else meaning.capitalize()}"
+            f"{'; it lies within the bounds with about 80 % probability' if not words else ''}.",
+            absent="there is no pace toward an end",
+        )
+    yield family(
+        "oomwatch_verdict_symptom",
+        "1 for each verdict that another one explains; cause is that one's name. It should not alert by itself.",
+        labels=(*VERDICT_LABELS, "cause"),
+        absent="the verdict is clear, unknown, or a cause itself",
+    )
+    yield family(
+        "oomwatch_verdict_silenced",
+        "1 for each verdict that a planned silence of the configuration holds back, with its reason.",
+        labels=(*VERDICT_LABELS, "reason"),
+        absent="no planned silence holds",
+    )
+    yield family(
+        "oomwatch_verdict_evidence",
+        "The numbers that led to a verdict of info or more; the unit is in key: bytes, seconds, ratio, else a count.",
+        labels=(*VERDICT_LABELS, "key"),
+        absent="the verdict is clear or unknown",
+    )
+    yield family(
+        "oomwatch_incidents",
+        "Open incidents, by the killer of their cause; causes and symptoms together are one.",
+        labels=("killer",),
+        absent="nothing was observed yet",
+    )
+    yield family(
+        "oomwatch_incident_info",
+        "Which incident a verdict of info or more belongs to, to be joined.",
+        kind="info",
+        labels=("incident", *VERDICT_LABELS),
+        absent="the verdict is clear or unknown",
+    )
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A number that a detector works out from many readings, exported whatever its verdict says.
+
+    ``key`` is its name in the detector's evidence; ``factor`` makes base units of it. Its labels come from the
+    verdict's subject.
+    """
+
+    family: Family
+    verdict: str
+    key: str
+    factor: float = 1.0
+
+
+def _derived() -> Iterator[Derived]:
+    on_rank = ("engine", "rank")
+    on_process = ("engine", "pid")
+    on_held = ("engine", "gpu", "mig", "pid")
+    on_device = ("gpu", "mig")
+    per_hour = 1 / 3600
+
+    def of(name: str, verdict: str, key: str, labels: tuple[str, ...], meaning: str, factor: float = 1.0) -> Derived:
+        family = Family(
+            f"oomwatch_{name}",
+            meaning,
+            f"this program, detector {verdict}",
+            section="Floors, slopes and other derived numbers",
+            cadence=AT_A_TICK,
+            labels=labels,
+            absent="too little was seen yet, an input is missing, or the verdict is switched off",
+        )
+        return Derived(family, verdict, key, factor)
+
+    leak = "kv-block-leak"
+    yield of(
+        "engine_kv_floor_blocks", leak, "floor_blocks", on_rank, "KV blocks that are held and that no request can own."
+    )
+    yield of(
+        "engine_kv_floor_ratio",
+        leak,
+        "floor_ratio",
+        on_rank,
+        "The same as a share of the rank's usable KV blocks.",
+    )
+    yield of(
+        "engine_kv_floor_slope_blocks_per_second",
+        leak,
+        "slope_blocks_per_hour",
+        on_rank,
+        "Growth of the floor of KV blocks: median slope of its points.",
+        per_hour,
+    )
+    waste = "kv-tail-waste"
+    for key, name, meaning in (
+        ("waste_share", "", "Share of the used KV memory that the unfilled ends of last blocks waste, estimated."),
+        ("waste_low", "low_", "Lower 95 % bound of the wasted share of the used KV memory."),
+        ("waste_high", "high_", "Upper 95 % bound of the wasted share of the used KV memory."),
+        ("waste_most", "most_", "The wasted share if every last block held a single token: it cannot be more."),
+    ):
+        yield of(f"engine_kv_tail_waste_{name}ratio", waste, key, on_rank, meaning)
+    yield of(
+        "engine_preemptions_per_finished",
+        "preemption-pressure",
+        "preemptions_per_finished",
+        on_rank,
+        "Preemptions for each request that finished, within the window of preemption-pressure.",
+    )
+    gpu_leak = "gpu-memory-leak"
+    held = "of one process of an engine on one device"
+    for key, name, meaning, factor in (
+        ("floor_bytes", "floor_bytes", f"Floor of the device memory {held}.", 1.0),
+        ("baseline_bytes", "baseline_bytes", f"Device memory {held} at the end of its warm-up.", 1.0),
+        (
+            "growth_bytes",
+            "growth_bytes",
+            f"Growth of the device memory {held} since its warm-up that no record of load explains.",
+            1.0,
+        ),
+        (
+            "slope_bytes_per_hour",
+            "slope_bytes_per_second",
+            f"Pace of that growth of the device memory {held}.",
+            per_hour,
+        ),
+        ("asleep_floor_bytes", "asleep_floor_bytes", f"Device memory {held} at its least in the latest sleep.", 1.0),
+    ):
+        yield of(f"engine_process_device_memory_{name}", gpu_leak, key, on_held, meaning, factor)
+    host_leak = "host-memory-leak"
+    anonymous = "anonymous memory of one process of an engine"
+    for key, name, meaning, factor in (
+        ("floor_bytes", "floor_bytes", f"Floor of the {anonymous}.", 1.0),
+        ("baseline_bytes", "baseline_bytes", f"The {anonymous} at the end of its warm-up.", 1.0),
+        (
+            "growth_bytes",
+            "growth_bytes",
+            f"Growth of the {anonymous} since its warm-up that no record of load explains.",
+            1.0,
+        ),
+        ("slope_bytes_per_hour", "slope_bytes_per_second", f"Pace of that growth of the {anonymous}.", per_hour),
+        (
+            "left_bytes",
+            "left_bytes",
+            "Host memory left for one process of an engine: to its cgroup's limit or the host's, whichever is nearer.",
+            1.0,
+        ),
+    ):
+        yield of(f"engine_process_anonymous_{name}", host_leak, key, on_process, meaning, factor)
+    yield of(
+        "device_free_floor_bytes",
+        "headroom-low",
+        "free_floor_bytes",
+        on_device,
+        "Floor of the free device memory within the window of headroom-low.",
+    )
+    yield of(
+        "device_free_level_bytes",
+        "headroom-low",
+        "level_bytes",
+        on_device,
+        "Floor of the free device memory until the end of the engines' warm-up: what they have lived with.",
+    )
+    yield of(
+        "device_free_since_ready_floor_bytes",
+        "margin-thin",
+        "free_floor_bytes",
+        on_device,
+        "Floor of the free device memory from when its engines became ready to the end of their warm-up.",
+    )
+
+
+DERIVED: tuple[Derived, ...] = tuple(_derived())
+
 FAMILIES: tuple[Family, ...] = (
     *_daemon(),
     *_sources(),
@@ -612,8 +854,12 @@ FAMILIES: tuple[Family, ...] = (
     *_gpus(),
     *_mig(),
     *_engines(),
+    *_budgets(),
     *_ranks(),
+    *_lengths(),
     *_processes(),
+    *_verdicts(),
+    *(derived.family for derived in DERIVED),
 )
 
 _MARKDOWN_HEAD = """\

@@ -401,6 +401,7 @@ class Judge:
             reason=finding.reason,
             advice=advice(seat.verdict, finding, self._facts_of(seat.subject)) if finding.state not in _QUIET else (),
             silenced=self._policy.silence(seat.verdict, seat.subject, t),
+            gauges=finding.present(),
         )
 
     def _facts_of(self, subject: Subject) -> EngineFacts | None:

@@ -59,7 +59,8 @@ class Verdict:
 
     ``since`` is when this state began. ``symptom_of`` names the verdict that causes it, None for a cause.
     ``incident`` is the same for all that belongs together; empty while clear or unknown. ``silenced`` says which
-    planned silence holds it back from alerting, empty when none does.
+    planned silence holds it back from alerting, empty when none does. ``gauges`` are the detector's numbers of now,
+    whatever the state.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Verdict:
     incident: str = ""
     symptom_of: str | None = None
     silenced: str = ""
+    gauges: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def level(self) -> int:

@@ -57,7 +57,9 @@ class Finding:
 
     ``confidence`` is 0-1: how sure it is that the state is right. ``evidence`` are the numbers that led to it, in base
     units, under stable names. ``summary`` is one sentence with the numbers that matter, for a person on call.
-    ``reason`` says why the state is unknown. ``killer`` is set where it differs from the catalogue's.
+    ``reason`` says why the state is unknown. ``killer`` is set where it differs from the catalogue's. ``gauges`` are the
+    numbers that are exported whatever the state, None for those of the evidence; a finding that outlasts its cause
+    keeps the evidence of then and gives the gauges of now.
     """
 
     state: State
@@ -67,6 +69,16 @@ class Finding:
     eta: Eta | None = None
     reason: str = ""
     killer: str | None = None
+    gauges: Mapping[str, float] | None = None
+
+    def present(self) -> Mapping[str, float]:
+        """The numbers of now, by the names of the evidence."""
+        return numbers(self.evidence) if self.gauges is None else self.gauges
+
+
+def numbers(evidence: Evidence) -> dict[str, float]:
+    """What of the evidence is a number."""
+    return {name: float(value) for name, value in evidence.items() if isinstance(value, (int, float))}
 
 
 def unknown(reason: str, evidence: Evidence | None = None) -> Finding:

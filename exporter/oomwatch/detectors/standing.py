@@ -80,7 +80,8 @@ class Standing:
             return now
         since = units.duration(max(0.0, t - self._met))
         eased = "no fresh page tells more" if now.state == "unknown" else "it has eased"
-        return replace(self._raised, state=state, eta=None, summary=f"{self._raised.summary} For {since} {eased}.")
+        summary = f"{self._raised.summary} For {since} {eased}."
+        return replace(self._raised, state=state, eta=None, summary=summary, gauges=now.present())
 
     def reset(self) -> None:
         """A new life has begun: nothing stands."""
