@@ -17,13 +17,13 @@ from oomwatch.detectors.base import (
     Finding,
     HeldSample,
     HostSample,
-    Latch,
     RankSample,
     Sample,
     State,
     Subject,
     unknown,
 )
+from oomwatch.detectors.standing import Standing
 from oomwatch.detectors.statistics import (
     BinnedFloors,
     DailyQuantiles,
@@ -45,15 +45,6 @@ MIB = 1 << 20
 GIB = 1 << 30
 HOUR = 3600.0
 DAY = 24 * HOUR
-
-
-def _held_up(latch: Latch, t: float, finding: Finding) -> Finding:
-    """The finding, in the state that hysteresis keeps it in."""
-    state = latch.update(t, "clear" if finding.state == "unknown" else finding.state)
-    if state not in ("ticket", "page") or state == finding.state:
-        return finding
-    summary = finding.summary or "What was found has just gone."
-    return Finding(state, 0.5, summary, finding.evidence, finding.eta)
 
 
 class _Freshness:
@@ -213,7 +204,7 @@ class KvBlockLeak:
     def __init__(self, subject: Subject, settings: KvBlockLeakSettings) -> None:
         self.subject = subject
         self.settings = settings
-        self._latch = Latch(settings.page_hold, settings.ticket_hold)
+        self._standing = Standing(settings.page_hold, settings.ticket_hold)
         self._segment: int | None = None
         self._freshness = _Freshness(settings.stale_after)
         self._finding: Finding | None = None
@@ -222,7 +213,7 @@ class KvBlockLeak:
     def _clear(self) -> None:
         """A new life: blocks that were lost are free again."""
         settings = self.settings
-        self._latch.reset()
+        self._standing.reset()
         self._missing = ""
         self._asleep = False
         self._connector = False
@@ -386,7 +377,7 @@ class KvBlockLeak:
             return unknown(self._missing)
         if self._finding is None:
             self._finding = self._judge(t)
-        return _held_up(self._latch, t, self._finding)
+        return self._standing.settle(t, self._finding)
 
     def _judge(self, t: float) -> Finding:
         trend = self._trend
@@ -461,8 +452,8 @@ class KvBlockLeak:
         if self._blocks:
             evidence["pool_blocks"] = self._blocks
             evidence["floor_blocks"] = round(max(0.0, self._lost) * self._blocks)
-            if trend is not None:
-                evidence["slope_blocks_per_hour"] = trend.slope * HOUR * self._blocks
+            if self._history.points:
+                evidence["slope_blocks_per_hour"] = (trend.slope if trend else 0.0) * HOUR * self._blocks
         if self._idle_since is not None:
             evidence["idle_seconds"] = t - self._idle_since
         if self._since is not None:
@@ -548,7 +539,6 @@ def _share_of_longest(sample: RankSample) -> float | None:
 class _LoadRecords:
     """When an engine last had more to do than ever before: more requests running, or prompts coming in faster."""
 
-    _MARGIN = 1.05
     _SHORTEST = 5.0  # seconds between two readings that a rate is taken from
 
     def __init__(self) -> None:
@@ -562,7 +552,7 @@ class _LoadRecords:
     def add(self, sample: RankSample) -> None:
         rank, t = sample.rank, sample.t
         running = known(sample.reading.running)
-        if running is not None and running > self._MARGIN * self._running.get(rank, 0.0):
+        if running is not None and running > self._running.get(rank, 0.0):
             self._running[rank] = running
             self.last = t
         self._follow_prompts(rank, t, known(sample.reading.prompt_tokens))
@@ -582,7 +572,7 @@ class _LoadRecords:
         if before is None or tokens <= before[1]:
             return
         rate = (tokens - before[1]) / (t - before[0])
-        if rate > self._MARGIN * self._rate.get(rank, 0.0):
+        if rate > self._rate.get(rank, 0.0):
             self._rate[rank] = rate
             self.last = t
 
@@ -594,12 +584,11 @@ class _Growth:
     ``steady`` is false where it slows down or came in one jump, and where it has fallen by as much before.
     """
 
-    baseline: float
-    floor: float
     grown: float
     trend: Trend
     steps: int
     steady: bool
+    first_step: float
     last_step: float
 
 
@@ -612,6 +601,7 @@ class _GrowthTest:
 
     _LEAST_STEP = 8 * MIB
     _WINDOWS = (12, 24, 48)  # bins
+    _LATE_SHARE = 0.43  # of the growth, in the later half of the time: a leak has half, what fills up has less
     _RECENT = 3  # bins whose lowest floor is what the process needs at least
 
     def __init__(self, bin_width: float, least_steps: int) -> None:
@@ -624,6 +614,7 @@ class _GrowthTest:
         self._drop = 0.0
         self.baseline: float | None = None
         self.growth: _Growth | None = None
+        self.slope: float | None = None  # bytes per second of late, whether that is growth or not
 
     @property
     def floor(self) -> float | None:
@@ -631,12 +622,25 @@ class _GrowthTest:
         last = list(self._bins.closed)[-self._RECENT :]
         return min(one.low for one in last) if last else None
 
-    def add(self, t: float, value: float, last_record: float | None) -> bool:
-        """Take in a value; whether a bin closed and the growth was judged anew."""
+    @property
+    def grown(self) -> float:
+        """Bytes of growth since the warm-up that no record of load explains, and that are still there."""
+        floor = self.floor
+        return (
+            0.0 if floor is None or self.baseline is None else max(0.0, min(self._steps.total, floor - self.baseline))
+        )
+
+    @property
+    def steps(self) -> int:
+        """How many steps there were of late."""
+        return len(self._steps.steps)
+
+    def add(self, t: float, value: float, last_record: float | None) -> None:
+        """Take in a value."""
         self._long.add(t, value)
         closed = self._bins.add(t, value)
         if closed is None:
-            return False
+            return
         width = self._bins.width
         begin = closed.index * width
         middle = begin + width / 2
@@ -647,36 +651,35 @@ class _GrowthTest:
         self._peak = max(self._peak, closed.low)
         self._drop = max(self._drop, self._peak - closed.low)
         self._history.add(middle, closed.low)
-        self.growth = self._judge(t)
-        return True
+        trends = self._trends()
+        self.growth = self._judge(t, trends)
+        self.slope = self.growth.trend.slope if self.growth else trends[-1].slope if trends else None
 
-    def _judge(self, t: float) -> _Growth | None:
-        floor, baseline = self.floor, self.baseline
-        steps = self._steps.recent(t)
-        if floor is None or baseline is None or len(steps) < self._least_steps:
+    def _judge(self, t: float, trends: list[Trend]) -> _Growth | None:
+        steps, grown = self._steps.recent(t), self.grown
+        trends = sorted((trend for trend in trends if trend.low > 0), key=lambda one: one.slope)
+        if len(steps) < self._least_steps or not trends or grown <= 0:
             return None
-        grown = min(self._steps.total, floor - baseline)
-        trends = [trend for trend in self._trends() if trend.low > 0]
-        if not trends or grown <= 0:
-            return None
-        trend = sorted(trends, key=lambda one: one.slope)[len(trends) // 2]
-        steady = self._keeps_on() and max(rise for _, rise in steps) <= 0.6 * grown and grown >= 1.5 * self._drop
-        return _Growth(baseline, floor, grown, trend, len(steps), steady, steps[-1][0])
+        steady = self._keeps_on(steps) and max(rise for _, rise in steps) <= 0.6 * grown and grown >= 1.5 * self._drop
+        return _Growth(grown, trends[len(trends) // 2], len(steps), steady, steps[0][0], steps[-1][0])
 
     def _trends(self) -> list[Trend]:
         fine, coarse = self._bins.floors(), self._long.floors()
-        series = [fine[-n:] for n in self._WINDOWS if len(fine) >= n] + [
-            coarse[-n:] for n in self._WINDOWS[1:] if len(coarse) >= n
-        ]
+        series = [fine[-n:] for n in self._WINDOWS if len(fine) >= n]
+        series += [coarse[-n:] for n in self._WINDOWS[1:] if len(coarse) >= n]
         return [trend for points in series if (trend := theil_sen(points, 0.9)) is not None]
 
-    def _keeps_on(self) -> bool:
-        """Whether the later half of the time since the warm-up has its share of the growth."""
+    def _keeps_on(self, steps: list[Point]) -> bool:
+        """Whether the later half of the time since the warm-up has its share of the growth, and of the steps.
+
+        Of records of a series without drift, less than one is expected there.
+        """
         points = self._history.points
-        begin, end = points[0][0], points[-1][0]
-        middle = next(value for t, value in points if t >= (begin + end) / 2)
+        halfway = (points[0][0] + points[-1][0]) / 2
+        middle = next(value for t, value in points if t >= halfway)
         total = points[-1][1] - points[0][1]
-        return total > 0 and points[-1][1] - middle >= 0.35 * total
+        late = sum(t >= halfway for t, _ in steps)
+        return late >= self._least_steps and total > 0 and points[-1][1] - middle >= self._LATE_SHARE * total
 
 
 _BIN = 900.0
@@ -698,6 +701,11 @@ class GpuMemoryLeakSettings(Section):
     )
     bin_width: Duration = Field(_BIN, gt=0, description="Width of the bins whose floors are compared.")
     least_steps: int = Field(4, ge=2, description="Rises without a record of load that growth has to consist of.")
+    watched: Duration = Field(
+        6 * HOUR,
+        ge=0,
+        description="A ticket needs growth for so long, or for a quarter of the time left: caches fill up and stop.",
+    )
     sleep_growth: Size = Field(
         GIB, ge=0, description="Growth from sleep to sleep of what the engine holds while asleep, for a ticket."
     )
@@ -729,7 +737,7 @@ class GpuMemoryLeak:
     def __init__(self, subject: Subject, settings: GpuMemoryLeakSettings) -> None:
         self.subject = subject
         self.settings = settings
-        self._latch = Latch(settings.page_hold, settings.ticket_hold)
+        self._standing = Standing(settings.page_hold, settings.ticket_hold)
         self._warm_up = _WarmUp(settings.warm_up, settings.warm_up_requests, settings.warm_up_longest)
         self._segment: int | None = None
         self._freshness = _Freshness(settings.stale_after)
@@ -744,7 +752,7 @@ class GpuMemoryLeak:
         self._test = _GrowthTest(self.settings.bin_width, self.settings.least_steps)
         self._since: float | None = None
         self._finished_before = self._load.finished
-        self._ticketed = False
+        self._ticketed: _Growth | None = None
 
     def observe(self, sample: Sample) -> None:
         """Takes in what the process holds, and its engine's load."""
@@ -775,22 +783,25 @@ class GpuMemoryLeak:
         if reason := self._freshness.reason(t):
             return unknown(reason)
         finding = max((self._awake(t), self._sleeping()), key=lambda one: LEVEL[one.state])
-        return _held_up(self._latch, t, finding)
+        return self._standing.settle(t, finding)
 
     # --- awake ---------------------------------------------------------------------------------------------------
 
     def _awake(self, t: float) -> Finding:
-        growth, evidence = self._test.growth, self._evidence()
+        evidence = self._evidence()
         if self._test.floor is None:
             return unknown("asleep" if self._asleep else "warming up", evidence)
+        growth = self._test.growth or self._ticketed
         least = max(float(self.settings.ticket_growth), self.settings.ticket_growth_share * (self._total or 0))
         if growth is None or growth.grown < least or t - growth.last_step > self.settings.forget_after:
-            self._ticketed = False
+            self._ticketed = None
             return Finding("clear", 0.9, "", evidence)
-        if not growth.steady and not self._ticketed:
-            return Finding("info", 0.4, self._summary(growth, None), evidence)
-        self._ticketed = True
         eta = self._eta(growth)
+        seen = t - growth.first_step
+        enough = min(self.settings.watched, eta.seconds / 4) if eta else self.settings.watched
+        if self._ticketed is None and (not growth.steady or seen < enough):
+            return Finding("info", 0.4, self._summary(growth, None), evidence)
+        self._ticketed = growth
         soon = eta is not None and eta.seconds <= self.settings.page_within
         sure = eta is not None and eta.high is not None and eta.high <= 2 * self.settings.page_within
         state: State = "page" if soon and sure and growth.steady else "ticket"
@@ -836,10 +847,11 @@ class GpuMemoryLeak:
             evidence["baseline_bytes"] = int(test.baseline)
         if test.floor is not None:
             evidence["floor_bytes"] = int(test.floor)
-        if test.growth is not None:
-            evidence["growth_bytes"] = int(test.growth.grown)
-            evidence["slope_bytes_per_hour"] = test.growth.trend.slope * HOUR
-            evidence["surprise_steps"] = test.growth.steps
+        if test.floor is not None and test.baseline is not None:
+            evidence["growth_bytes"] = int(test.grown)
+            evidence["surprise_steps"] = test.steps
+        if test.slope is not None:
+            evidence["slope_bytes_per_hour"] = test.slope * HOUR
         if self._free is not None:
             evidence["free_bytes"] = self._free
         if self._sleeps:
@@ -892,7 +904,7 @@ class HostMemoryLeak:
     def __init__(self, subject: Subject, settings: HostMemoryLeakSettings) -> None:
         self.subject = subject
         self.settings = settings
-        self._latch = Latch(settings.page_hold, settings.ticket_hold)
+        self._standing = Standing(settings.page_hold, settings.ticket_hold)
         self._warm_up = _WarmUp(settings.warm_up, settings.warm_up_requests, settings.warm_up_longest)
         self._load = _LoadRecords()
         self._start: float | None = None
@@ -906,7 +918,7 @@ class HostMemoryLeak:
         self._anon: float | None = None
         self._left: float | None = None
         self._limit: float | None = None
-        self._ticketed = False
+        self._ticketed: _Growth | None = None
 
     def observe(self, sample: Sample) -> None:
         """Takes in readings of the process, and its engine's load."""
@@ -918,7 +930,7 @@ class HostMemoryLeak:
     def _host(self, sample: HostSample) -> None:
         process, t = sample.process, sample.t
         if process.start != self._start:
-            self._latch.reset()
+            self._standing.reset()
             self._begin(t)
             self._start = process.start
         self._freshness.add(t)
@@ -941,27 +953,28 @@ class HostMemoryLeak:
         if self._anon is None:
             return unknown("the process' anonymous memory cannot be read")
         finding = self._judge(t)
-        return _held_up(self._latch, t, finding)
+        return self._standing.settle(t, finding)
 
     def _judge(self, t: float) -> Finding:
-        settings, growth, evidence = self.settings, self._test.growth, self._evidence()
+        settings, evidence = self.settings, self._evidence()
+        growth = self._test.growth or self._ticketed
         if self._test.floor is None:
             return unknown("warming up", evidence)
         shown = max(float(settings.info_growth), settings.info_growth_share * (self._limit or 0.0))
         if growth is None or growth.grown < shown or t - growth.last_step > settings.forget_after:
-            self._ticketed = False
+            self._ticketed = None
             return Finding("clear", 0.9, "", evidence)
         eta = self._eta(growth)
-        if not growth.steady and not self._ticketed:
+        if not growth.steady and self._ticketed is None:
             return Finding("clear", 0.5, "", evidence)
         confidence = min(0.95, 0.6 + 0.05 * growth.steps)
         summary = self._summary(growth, eta)
         if eta is None or self._left is None or eta.seconds > settings.ticket_within:
             return Finding("info", confidence, summary, evidence, eta)
         least = max(float(settings.ticket_growth), settings.ticket_growth_share * (growth.grown + self._left))
-        if growth.grown < least and not self._ticketed:
+        if growth.grown < least and self._ticketed is None:
             return Finding("info", confidence, summary, evidence, eta)
-        self._ticketed = True
+        self._ticketed = growth
         return Finding(
             "page" if eta.seconds <= settings.page_within and growth.steady else "ticket",
             confidence,
@@ -990,10 +1003,11 @@ class HostMemoryLeak:
             evidence["baseline_bytes"] = int(test.baseline)
         if test.floor is not None:
             evidence["floor_bytes"] = int(test.floor)
-        if test.growth is not None:
-            evidence["growth_bytes"] = int(test.growth.grown)
-            evidence["slope_bytes_per_hour"] = test.growth.trend.slope * HOUR
-            evidence["surprise_steps"] = test.growth.steps
+        if test.floor is not None and test.baseline is not None:
+            evidence["growth_bytes"] = int(test.grown)
+            evidence["surprise_steps"] = test.steps
+        if test.slope is not None:
+            evidence["slope_bytes_per_hour"] = test.slope * HOUR
         if self._left is not None:
             evidence["left_bytes"] = int(self._left)
         return evidence

@@ -1,0 +1,379 @@
+"""kv-block-leak: blocks that no request owns."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from oomwatch.detectors.base import LEVEL, RankSample, State
+from oomwatch.detectors.leak import KvBlockLeak
+from oomwatch.sources.vllm import meaning, pages
+from tests.detectors.leaking import (
+    DAY,
+    FACTS,
+    HOUR,
+    MINUTE,
+    Course,
+    Rank,
+    Traffic,
+    kv_detector,
+    watch,
+    without,
+)
+
+CAPTURES = Path(__file__).parent.parent / "data" / "captures"
+
+
+def idle_with(share: float, minutes: float = 20, **settings: float) -> Course:
+    rank = Rank(blocks=10_000)
+    return watch(kv_detector(**settings), minutes * MINUTE, lambda t: rank.reading(t, 10_000 * share))
+
+
+# --- nothing runs: used blocks must be 0 ---------------------------------------------------------------------------
+
+
+def test_an_idle_engine_without_used_blocks_is_clear_and_says_so_in_numbers() -> None:
+    course = idle_with(0)
+    assert course.worst == "clear"
+    assert course.last.evidence["floor_blocks"] == 0
+    assert course.last.evidence["pool_blocks"] == 10_000
+
+
+@pytest.mark.parametrize(
+    ("share", "state"),
+    [
+        (0.0, "clear"),
+        (0.0002, "clear"),
+        (0.002, "info"),
+        (0.029, "info"),
+        (0.03, "ticket"),
+        (0.149, "ticket"),
+        (0.15, "page"),
+    ],
+)
+def test_blocks_used_while_nothing_runs_are_lost_for_sure(share: float, state: State) -> None:
+    assert idle_with(share).worst == state
+
+
+def test_one_reading_alone_proves_nothing() -> None:
+    detector, rank = kv_detector(), Rank()
+    detector.observe(rank.reading(0, 2000))
+    assert detector.conclude(0).state != "page"
+    detector.observe(rank.reading(15, 2000))
+    assert detector.conclude(15).state == "page"
+
+
+def test_two_idle_moments_within_an_hour_confirm_each_other_however_busy_it_was_between() -> None:
+    detector, rank = kv_detector(), Rank()
+
+    def sample(t: float) -> RankSample:
+        return rank.reading(t, 800) if t in (0, 1800) else rank.reading(t, 3000, running=40)
+
+    course = watch(detector, 2000, sample)
+    assert course.first("page") == 1800
+
+
+def test_the_number_of_lost_blocks_its_pace_and_the_time_left() -> None:
+    rank = Rank()
+
+    def sample(t: float) -> RankSample:
+        busy = t % 600 < 300
+        return rank.reading(t, 100 * t / HOUR + (900 if busy else 0), running=9 if busy else 0)
+
+    last = watch(kv_detector(), 6 * HOUR + 600, sample).last
+    assert last.evidence["floor_blocks"] == pytest.approx(615, abs=6)
+    assert last.evidence["slope_blocks_per_hour"] == pytest.approx(100, rel=0.05)
+    assert last.eta is not None
+    assert last.eta.seconds == pytest.approx((4096 - 615) / 100 * HOUR, rel=0.1)
+    assert last.eta.low is not None
+    assert last.eta.high is not None
+    assert last.eta.low <= last.eta.seconds <= last.eta.high
+    assert "of 4,096 KV blocks" in last.summary
+
+
+def test_a_small_loss_pages_only_when_the_pool_is_gone_within_half_a_day() -> None:
+    def growing(per_hour: float) -> Course:
+        rank = Rank(blocks=10_000)
+        return watch(kv_detector(), 10 * HOUR, lambda t: rank.reading(t, min(1400, per_hour * t / HOUR)), every=60)
+
+    assert growing(1000).worst == "page"
+    assert growing(130).worst == "ticket"
+
+
+def test_traffic_that_undercuts_what_seemed_lost_takes_it_back() -> None:
+    detector, rank = kv_detector(page_hold=60, ticket_hold=120), Rank()
+    assert watch(detector, 600, lambda t: rank.reading(t, 2000)).last.state == "page"
+    after = watch(detector, 1200, lambda t: rank.reading(t, 10, running=1), start=600)
+    assert after.states() == ["page", "ticket", "clear"]
+
+
+# --- more than all requests can own --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("used", "state"), [(1024, "unknown"), (1100, "info"), (1200, "ticket"), (2000, "page")])
+def test_one_request_owns_at_most_the_longest_sequence(used: float, state: State) -> None:
+    """8,192 tokens are 512 blocks; another request's worth is slack."""
+    rank = Rank()
+    assert watch(kv_detector(), 600, lambda t: rank.reading(t, used, running=1)).worst == state
+
+
+def test_what_requests_can_own_is_not_known_without_their_longest_length() -> None:
+    rank = Rank(facts=type(FACTS)("llama"))
+    assert LEVEL[watch(kv_detector(), 600, lambda t: rank.reading(t, 4000, running=1)).worst] < LEVEL["info"]
+
+
+def test_requests_that_wait_for_a_transfer_own_blocks_too() -> None:
+    rank = Rank()
+    course = watch(kv_detector(), 600, lambda t: rank.reading(t, 2000, running=1, waiting=5, deferred=5))
+    assert LEVEL[course.worst] < LEVEL["info"]
+
+
+# --- the end of it -------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_serves_no_more_for_lack_of_blocks_pages_after_two_minutes() -> None:
+    rank = Rank(facts=type(FACTS)("llama"), connector=False)
+    course = watch(kv_detector(), 600, lambda t: rank.reading(t, 3000, running=0, waiting=8))
+    assert course.first("page") <= 150
+    wedged = Rank(connector=True)
+    slower = watch(kv_detector(), 1800, lambda t: wedged.reading(t, 3000, running=0, waiting=8))
+    assert 600 <= slower.first("page") <= 700
+
+
+def test_requests_that_wait_with_little_in_use_are_no_wedge() -> None:
+    rank = Rank(connector=True)
+    assert watch(kv_detector(), 1800, lambda t: rank.reading(t, 1000, running=0, waiting=8)).worst != "page"
+
+
+def test_a_pool_that_flaps_full_while_requests_are_preempted_is_no_leak() -> None:
+    rank = Rank()
+    usage = [0.38, 0.91, 1.0, 0.56, 0.53, 1.0]
+
+    def sample(t: float) -> RankSample:
+        return rank.reading(t, 4096 * usage[int(t / 15) % 6], running=20, waiting=18)
+
+    assert LEVEL[watch(kv_detector(), 12 * HOUR, sample).worst] < LEVEL["ticket"]
+
+
+# --- connectors ----------------------------------------------------------------------------------------------------
+
+
+def test_a_connector_may_hold_blocks_of_finished_requests_for_a_while() -> None:
+    rank = Rank(connector=True)
+
+    def sample(t: float) -> RankSample:
+        return rank.reading(t, 3500 if 600 <= t < 1080 else 0)
+
+    assert watch(kv_detector(), HOUR, sample).worst == "clear"
+
+
+@pytest.mark.parametrize(("share", "state"), [(0.4, "clear"), (0.5, "ticket"), (0.6, "page")])
+def test_what_a_connector_holds_for_longer_is_lost_when_it_is_much(share: float, state: State) -> None:
+    rank = Rank(connector=True)
+    course = watch(kv_detector(), HOUR, lambda t: rank.reading(t, 4096 * share))
+    assert course.worst == state
+    assert course.first("info") >= 600
+
+
+def test_an_engine_that_once_gave_back_most_must_exceed_its_own_past_to_page() -> None:
+    detector, rank = kv_detector(), Rank(connector=True)
+    watch(detector, HOUR, lambda t: rank.reading(t, 4096 * 0.7))
+    watch(detector, 3 * HOUR, lambda t: rank.reading(t, 0), start=HOUR)
+    assert watch(detector, 5 * HOUR, lambda t: rank.reading(t, 4096 * 0.7), start=3 * HOUR).worst == "ticket"
+    assert watch(detector, 7 * HOUR, lambda t: rank.reading(t, 4096 * 0.9), start=5 * HOUR).worst == "page"
+
+
+# --- engines that are never idle -----------------------------------------------------------------------------------
+
+
+def never_idle(
+    days: float, lost_per_hour: float = 0.0, since: float = DAY, drift: Callable[[float], float] = lambda _t: 1.0
+) -> Course:
+    rank = Rank(blocks=8000, facts=type(FACTS)("llama"))
+    traffic = Traffic(seed=3, quiet=6, busy=60)
+
+    def sample(t: float) -> RankSample:
+        running, owned = traffic.step(t, drift(t))
+        lost = max(0.0, t - since) / HOUR * lost_per_hour
+        return rank.reading(t, min(8000, owned + lost), running=running)
+
+    return watch(kv_detector(), days * DAY, sample, every=30)
+
+
+def test_traffic_that_never_stops_is_no_leak() -> None:
+    course = never_idle(5)
+    assert course.worst == "clear"
+    assert course.last.state == "clear"
+
+
+def test_requests_that_grow_longer_are_no_leak() -> None:
+    assert never_idle(5, drift=lambda t: 1 + 0.3 * t / DAY).worst == "clear"
+
+
+@pytest.mark.parametrize("per_hour", [100, 300])
+def test_a_leak_shows_in_the_floor_under_low_load(per_hour: float) -> None:
+    hours_to_full = 8000 / per_hour
+    course = never_idle(1 + hours_to_full * 0.9 / 24, per_hour)
+    assert course.first("ticket") > DAY
+    assert course.first("page") < DAY + 0.75 * hours_to_full * HOUR
+    page = next(finding for _, finding in course.findings if finding.state == "page")
+    assert page.evidence["method"] == "low load"
+
+
+# --- lives, gaps, missing series -----------------------------------------------------------------------------------
+
+
+def test_nothing_is_known_before_the_first_reading() -> None:
+    assert kv_detector().conclude(0).state == "unknown"
+
+
+@pytest.mark.parametrize("series", ["usage", "running", "waiting"])
+def test_without_a_series_nothing_is_known(series: str) -> None:
+    rank = Rank()
+    course = watch(kv_detector(), HOUR, lambda t: without(rank.reading(t, 0), series))
+    assert course.states() == ["unknown"]
+    assert course.last.reason
+
+
+def test_an_engine_that_is_always_full_is_unknown_until_there_are_floors() -> None:
+    rank = Rank(facts=type(FACTS)("llama"))
+    course = watch(kv_detector(), 600, lambda t: rank.reading(t, 4000, running=50, waiting=9))
+    assert course.last.state == "unknown"
+    assert course.last.reason == "warming up"
+
+
+def test_the_share_alone_will_do_where_the_number_of_blocks_is_not_known() -> None:
+    from dataclasses import replace
+
+    from oomwatch.observations import Pool
+
+    rank = Rank()
+
+    def sample(t: float) -> RankSample:
+        whole = rank.reading(t, 800)
+        return replace(whole, reading=replace(whole.reading, pool=Pool()))
+
+    last = watch(kv_detector(), 600, sample).last
+    assert last.state == "page"
+    assert "floor_blocks" not in last.evidence
+    assert "of the KV pool" in last.summary
+
+
+def test_a_restart_gives_every_block_back() -> None:
+    detector, rank = kv_detector(), Rank()
+    assert watch(detector, 600, lambda t: rank.reading(t, 2000)).last.state == "page"
+    rank.segment = 2
+    assert watch(detector, 700, lambda t: rank.reading(t, 0), start=600).states() == ["clear"]
+
+
+def test_asleep_and_silent_engines_are_unknown() -> None:
+    detector, rank = kv_detector(), Rank()
+    watch(detector, 600, lambda t: rank.reading(t, 2000))
+    assert detector.conclude(585 + 299).state == "page"
+    assert detector.conclude(585 + 301).state == "unknown"
+    detector.observe(rank.reading(1000, 0, sleep_level="discard_all"))
+    assert detector.conclude(1000).reason == "asleep"
+
+
+def test_a_page_outlasts_its_condition_by_a_quarter_of_an_hour() -> None:
+    detector, rank = kv_detector(), Rank()
+    watch(detector, 600, lambda t: rank.reading(t, 2000))
+    after = watch(detector, 3 * HOUR, lambda t: rank.reading(t, 10, running=1), start=600)
+    assert after.states() == ["page", "ticket", "clear"]
+    assert [t for t, finding in after.findings if finding.state == "page"][-1] == pytest.approx(600 + 900, abs=30)
+
+
+@pytest.mark.parametrize("interval", [5, 15, 40, 90])
+def test_the_polling_interval_does_not_matter(interval: float) -> None:
+    rank = Rank()
+    course = watch(kv_detector(), HOUR, lambda t: rank.reading(t, 500 * t / HOUR), every=interval)
+    assert course.first("ticket") == pytest.approx(0.03 * 4096 / 500 * HOUR, abs=3 * interval)
+
+
+def test_asking_twice_changes_nothing() -> None:
+    detector, rank = kv_detector(), Rank()
+    watch(detector, 600, lambda t: rank.reading(t, 2000))
+    assert detector.conclude(600) == detector.conclude(600)
+
+
+def test_what_was_learnt_outlives_the_daemon() -> None:
+    detector, rank = kv_detector(), Rank()
+    watch(detector, 600, lambda t: rank.reading(t, 2000))
+    revived: KvBlockLeak = pickle.loads(pickle.dumps(detector))
+    assert revived.conclude(610) == detector.conclude(610)
+
+
+def test_a_rank_takes_little_memory() -> None:
+    detector, rank = kv_detector(), Rank(blocks=8000, facts=type(FACTS)("llama"))
+    traffic = Traffic(seed=5, quiet=0, busy=200)
+
+    def sample(t: float) -> RankSample:
+        running, owned = traffic.step(t)
+        return rank.reading(t, owned, running=running)
+
+    watch(detector, 2 * DAY, sample, every=60)
+    assert len(pickle.dumps(detector)) < 60_000
+
+
+# --- pages of real engines -----------------------------------------------------------------------------------------
+
+
+def page_of(capture: str, t: float, version: str) -> RankSample:
+    body = (CAPTURES / capture).read_bytes()
+    reading = meaning.read_page(pages.read(body), version)
+    return RankSample(
+        t=t,
+        engine="tiny",
+        reading=reading.ranks[0],
+        facts=FACTS,
+        segment=1,
+        segment_start=0.0,
+        since=None,
+        ready_since=0.0,
+        version=meaning.release(version),
+    )
+
+
+def test_a_real_engine_that_forgets_every_40th_block_is_seen_block_by_block() -> None:
+    detector = kv_detector()
+    course: list[tuple[State, object]] = []
+    t = 0.0
+    for capture in (
+        "05-tiny-pool-start",
+        "71-kvleak-idle-after-batch-1",
+        "74-kvleak-idle-after-batch-4",
+        "78-kvleak-idle-after-batch-8",
+    ):
+        for _ in range(3):
+            detector.observe(page_of(f"0.32.0/{capture}.prom", t, "0.32.0"))
+            t += 5
+        finding = detector.conclude(t)
+        course.append((finding.state, finding.evidence["floor_blocks"]))
+    assert course == [("clear", 0), ("info", 2), ("ticket", 10), ("page", 21)]
+
+
+def test_the_deadlock_of_a_real_engine_without_blocks_pages() -> None:
+    detector = kv_detector()
+    for t in range(0, 180, 5):
+        detector.observe(page_of("0.32.0/80-kvleak-exhausted-deadlock.prom", float(t), "0.32.0"))
+    assert detector.conclude(180).state == "page"
+    assert detector.conclude(180).evidence["method"] == "wedge"
+
+
+@pytest.mark.parametrize(
+    ("capture", "version"),
+    [
+        ("0.9.2-V1-fakeworker/03-idle-after.prom", "0.9.2"),
+        ("0.10.2-fakeworker/04-idle-after-aborts.prom", "0.10.2"),
+        ("0.23.0-fakeworker/04-idle-after-aborts.prom", "0.23.0"),
+        ("0.32.0/07-tiny-pool-idle-after-prefix-on.prom", "0.32.0"),
+        ("0.32.0/11-idle-15s-after-abort.prom", "0.32.0"),
+    ],
+)
+def test_real_healthy_engines_own_no_block_at_idle_whatever_their_version_counts(capture: str, version: str) -> None:
+    detector = kv_detector()
+    for t in range(0, 1200, 15):
+        detector.observe(page_of(capture, float(t), version))
+    finding = detector.conclude(1200)
+    assert (finding.state, finding.evidence["floor_blocks"]) == ("clear", 0)
