@@ -19,6 +19,7 @@ from oomwatch.detectors.base import (
     HostSample,
     ProcessEnd,
     RankSample,
+    Resumed,
     Sample,
     State,
     Subject,
@@ -33,6 +34,7 @@ from oomwatch.observations import (
     EngineFacts,
     EngineScrape,
     EngineUpdate,
+    Gap,
     GpuPoll,
     HostProcess,
     Maybe,
@@ -184,6 +186,8 @@ class Judge:
                 self._life(observation.facts.name).away = True
             case TargetRemoved():
                 self._removed(observation)
+            case Gap():
+                self._resume(observation)
             case Tick():
                 self._conclude()
 
@@ -352,6 +356,11 @@ class Judge:
                 del self.memory.seats[key]
             elif key[0] == "device" or (key[0] == "engine" and holder == Holder("engine", key[1])):
                 self._tell(seats, end)
+
+    def _resume(self, gap: Gap) -> None:
+        resumed = Resumed(self.node.t, gap.since)
+        for seats in self.memory.seats.values():
+            self._tell(seats, resumed)
 
     def _removed(self, removed: TargetRemoved) -> None:
         place = {"vllm": 1, "nvml": 2}.get(removed.source)

@@ -206,7 +206,18 @@ class ProbeSample:
     error: str = ""
 
 
-Sample = RankSample | EngineSample | DeviceSample | HeldSample | HostSample | ProcessEnd | ProbeSample
+@dataclass(frozen=True)
+class Resumed:
+    """Nobody was watching from ``since`` until ``t`` (oomwatch itself was down): no silence of a source, no standstill.
+
+    Every detector is told. Counters and levels that are read afterwards are as true as ever.
+    """
+
+    t: float
+    since: float
+
+
+Sample = RankSample | EngineSample | DeviceSample | HeldSample | HostSample | ProcessEnd | ProbeSample | Resumed
 
 
 class Detector(Protocol):

@@ -16,6 +16,7 @@ from oomwatch.detectors.base import (
     Finding,
     HostSample,
     ProcessEnd,
+    Resumed,
     Sample,
     Subject,
     unknown,
@@ -210,12 +211,21 @@ class SourceStale:
                 self._device(sample)
             case EngineSample() if sample.engine == self.subject.engine:
                 self._engine(sample)
+            case Resumed():
+                self._resume(sample)
             case HostSample() if sample.engine == self.subject.engine:
                 self._lives(sample.t, sample.process.pid)
             case ProcessEnd() if self.subject.engine is not None and sample.pid in self._pids:
                 self._pids.discard(sample.pid)
                 if not self._pids:
                     self._ended, self._started = sample.t, None
+
+    def _resume(self, sample: Resumed) -> None:
+        """Silence is counted only while somebody listens."""
+        unseen = sample.t - sample.since
+        self._first = None if self._first is None else self._first + unseen
+        self._fresh = None if self._fresh is None else self._fresh + unseen
+        self._started = None if self._started is None else self._started + unseen
 
     def _device(self, sample: DeviceSample) -> None:
         reason = _reason(sample)
