@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -14,17 +16,21 @@ import structlog
 
 from oomwatch import __version__, logs
 from oomwatch.check import exit_status, read_once, report
-from oomwatch.config import Config, check_files, effective, load, load_with_places
+from oomwatch.config import DEFAULT_PORT, Config, check_files, effective, load, load_with_places, split_address
 from oomwatch.connections import CannotListen
 from oomwatch.daemon import Daemon
+from oomwatch.database import FILE
 from oomwatch.demo import SETTINGS, STORIES, TOUR, DemoFeed
 from oomwatch.feed import Feed, NodeFeed
+from oomwatch.history import default_directory
 from oomwatch.pipeline import Pipeline
+from oomwatch.record import CannotRecord, destination, parts, tap
 from oomwatch.recording import RecordingError
 from oomwatch.recording import read as read_recording
 from oomwatch.replay import FORMS
 from oomwatch.replay import replay as run_replay
-from oomwatch.settings import ConfigError
+from oomwatch.settings import ConfigError, parse_duration
+from oomwatch.sources.vllm.transport import ScrapeOptions
 
 _log = structlog.get_logger(__name__)
 
@@ -95,6 +101,7 @@ def main() -> None:
     \b
     oomwatch check    what is there now, as a table
     oomwatch run      the daemon: pages for people, /metrics for Prometheus
+    oomwatch record   save what the daemon has observed
     oomwatch replay   what the daemon would have said of a recording
     oomwatch demo     a simulated node with the story of each killer; needs no GPU
 
@@ -118,7 +125,7 @@ def run(config_file: Path | None, **given: Any) -> None:
     def make_feed(config: Config, pipeline: Pipeline) -> Feed:
         return NodeFeed(config, pipeline.publish, lambda: pipeline.current)
 
-    _serve(config_file, _flags(given), make_feed)
+    _serve(config_file, _flags(given), make_feed, keep_history=True)
 
 
 @main.command()
@@ -201,8 +208,71 @@ def replay(file: str, config_file: Path | None, form: str) -> None:
             for line in FORMS[form](run_replay(recording, config)):
                 click.echo(line)
     except RecordingError as error:
-        click.echo(f"oomwatch: {error}", err=True)
-        sys.exit(2)
+        _fail(str(error))
+
+
+@main.command()
+@_config_file
+@click.option("--output", metavar="FILE", help="Where to; packed where it ends in .gz, - is standard output.")
+@click.option("--last", metavar="DURATION", help="How far back, such as 2h. By default everything there is.")
+@click.option("--for", "follow", metavar="DURATION", help="How long to go on with what comes; alone, only that.")
+@click.option("--url", metavar="URL", help="The daemon, where it isn't the one of this host's configuration.")
+@click.option("--username", metavar="NAME", help="For a daemon that asks for a password.")
+@click.option("--password-file", type=click.Path(), metavar="FILE", help="Holds the password and nothing else.")
+@click.option("--ca-file", type=click.Path(), metavar="FILE", help="Certificates (PEM) to trust for https.")
+@click.option("--include-log-text", is_flag=True, help="Also raw lines of logs, if history.log_text keeps them.")
+def record(
+    config_file: Path | None,
+    output: str | None,
+    last: str | None,
+    follow: str | None,
+    url: str | None,
+    username: str | None,
+    password_file: str | None,
+    ca_file: str | None,
+    include_log_text: bool,
+) -> None:
+    """Save what the daemon has observed, for oomwatch replay or a bug report.
+
+    The running daemon is asked for its flight recorder, which covers its last 24 hours; nothing is polled a second
+    time. When no daemon answers, its database is read. Nothing secret is in it: numbers, names, process titles.
+
+    \b
+    Exit status: 0 written
+                 2 there is nothing to record from, or the file cannot be written
+    """
+    config = _read(config_file, {})
+    back, ahead = _seconds("--last", last), _seconds("--for", follow)
+    options = ScrapeOptions(
+        timeout=60.0, max_page_bytes=256 * 1024**2, username=username, password_file=password_file, ca_file=ca_file
+    )
+    since = back if back is not None else 0.0 if ahead else config.history.keep
+    name = output or f"oomwatch-{socket.gethostname()}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.jsonl.gz"
+    database = (config.history.directory or default_directory()) / FILE
+    try:
+        source, first = tap(url or _own_url(config), options, database, since, log_text=include_log_text)
+        with destination(name) as stream:
+            for part in parts(source, first, ahead or 0.0):
+                stream.write(part.lines)
+    except CannotRecord as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{name} cannot be written: {(error.strerror or str(error)).lower()}")
+    if name != "-":
+        click.echo(f"{name} written")
+
+
+def _seconds(flag: str, given: str | None) -> float | None:
+    try:
+        return None if given is None else parse_duration(given)
+    except ValueError:
+        _fail(f"{flag} {given} is no duration. Write one such as 2h or 30m")
+
+
+def _own_url(config: Config) -> str:
+    """Where the daemon of this host's configuration answers."""
+    host, port = split_address(config.web.listen_address[0]) or ("", DEFAULT_PORT)
+    return f"http://{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{port}"
 
 
 @main.group()
@@ -239,11 +309,13 @@ def _serve(
     flags: dict[str, object],
     make_feed: Callable[[Config, Pipeline], Feed],
     defaults: dict[str, str] | None = None,
+    *,
+    keep_history: bool = False,
 ) -> None:
     _loaded(config_file, flags)
     logs.log_uncaught()
     environment = {**(defaults or {}), **os.environ}
-    daemon = Daemon(lambda: load(config_file, environment, flags), make_feed)
+    daemon = Daemon(lambda: load(config_file, environment, flags), make_feed, keep_history=keep_history)
     try:
         daemon.run()
     except CannotListen as error:
@@ -272,6 +344,11 @@ def _read(config_file: Path | None, flags: dict[str, object]) -> Config:
         return load(config_file, os.environ, flags)
     except ConfigError as error:
         _refuse(error)
+
+
+def _fail(problem: str) -> NoReturn:
+    click.echo(f"oomwatch: {problem}", err=True)
+    sys.exit(2)
 
 
 def _refuse(error: ConfigError) -> NoReturn:

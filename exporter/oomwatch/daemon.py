@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from queue import SimpleQueue
 from types import FrameType
@@ -19,11 +19,14 @@ from apscheduler.triggers.interval import IntervalTrigger
 from oomwatch import __version__, logs
 from oomwatch.attribution import Neighbour
 from oomwatch.config import Config, config_hash
+from oomwatch.database import Limits
 from oomwatch.detection import ConfiguredPolicy
 from oomwatch.exposition import ConfigStatus, SnapshotCollector, registry, render
 from oomwatch.feed import Feed, Job
+from oomwatch.history import History, default_directory
 from oomwatch.judge import Judge
 from oomwatch.node import Cadence, Node
+from oomwatch.observations import Observation
 from oomwatch.pipeline import Pipeline
 from oomwatch.server import WebServer
 from oomwatch.settings import ConfigError
@@ -52,8 +55,29 @@ def neighbours_of(config: Config) -> tuple[Neighbour, ...]:
     return tuple(Neighbour(n.name, n.process, n.container, n.pod_uid) for n in config.neighbours)
 
 
-def new_pipeline(config: Config) -> Pipeline:
-    return Pipeline(Judge(Node(cadence_of(config), neighbours_of(config)), ConfiguredPolicy(config.detection)))
+def new_pipeline(config: Config, observers: Sequence[Callable[[Observation], None]] = ()) -> Pipeline:
+    judge = Judge(Node(cadence_of(config), neighbours_of(config)), ConfiguredPolicy(config.detection))
+    return Pipeline(judge, observers)
+
+
+def history_of(config: Config, clock: Callable[[], float] = time.time) -> History | None:
+    """The daemon's memory on disk; None where the configuration wants none."""
+    settings = config.history
+    if not settings.enabled:
+        return None
+    cadence = cadence_of(config)
+    return History(
+        settings.directory or default_directory(),
+        Limits(settings.keep, settings.max_bytes, settings.keep_floors),
+        intervals={
+            "gpu": cadence.gpu,
+            "scrape": cadence.scrape,
+            "process": cadence.host,
+            "lists": cadence.process,
+        },
+        log_text=settings.log_text,
+        clock=clock,
+    )
 
 
 def _configure(judge: Judge, config: Config) -> None:
@@ -64,7 +88,8 @@ def _configure(judge: Judge, config: Config) -> None:
 class Daemon:
     """One feed, one pipeline, one scheduler, one web server.
 
-    ``load`` reads the configuration anew, raising ConfigError; ``make_feed`` builds the feed on the pipeline.
+    ``load`` reads the configuration anew, raising ConfigError; ``make_feed`` builds the feed on the pipeline. Without
+    ``keep_history`` nothing is kept on disk, whatever the configuration says.
     """
 
     def __init__(
@@ -72,6 +97,8 @@ class Daemon:
         load: Callable[[], Config],
         make_feed: Callable[[Config, Pipeline], Feed],
         clock: Callable[[], float] = time.time,
+        *,
+        keep_history: bool = False,
     ) -> None:
         self._load = load
         self._clock = clock
@@ -82,7 +109,10 @@ class Daemon:
         self._scheduling = threading.Lock()
         self._signals: SimpleQueue[int] = SimpleQueue()
         self._released = False
-        self.pipeline = new_pipeline(self._config)
+        self.history = history_of(self._config, clock) if keep_history else None
+        self.pipeline = new_pipeline(self._config, [self.history.observe] if self.history else [])
+        if self.history is not None:
+            self.pipeline.on_judge(self.history.restore)
         self._feed = make_feed(self._config, self.pipeline)
         self._scheduler = _new_scheduler()
         collector = SnapshotCollector(
@@ -104,11 +134,14 @@ class Daemon:
             ready=self.unready,
             reload=self.reload,
             release=self.release,
+            history=self.history.path if self.history else None,
             clock=clock,
         )
 
     def start(self) -> None:
         """Serve first, so that a slow driver never looks like a dead daemon; then read."""
+        if self.history is not None:
+            self.history.start()
         self.pipeline.start()
         self.web.start()
         self._scheduler.start()
@@ -121,6 +154,8 @@ class Daemon:
         self.web.stop(timeout=2.0)
         self._feed.close()
         self.pipeline.stop()
+        if self.history is not None:
+            self.history.stop()
         _log.info("oomwatch stopped")
 
     def run(self) -> None:

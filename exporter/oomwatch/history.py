@@ -23,8 +23,10 @@ import structlog
 
 from oomwatch import savedstate, units
 from oomwatch.database import FILE, Archive, Block, Damaged, Database, Limits, Unusable, opened
-from oomwatch.judge import Judge
+from oomwatch.judge import Judge, Saved
+from oomwatch.judge import Memory as Knowledge
 from oomwatch.logs import Repeats
+from oomwatch.node import Node
 from oomwatch.observations import (
     Absent,
     EngineFacts,
@@ -85,7 +87,8 @@ class _Batch:
     """What was observed up to a tick, and with it at times what the detectors know."""
 
     observations: list[Observation] = field(default_factory=list)
-    state: tuple[float, str, bytes] | None = None
+    saves: bool = False
+    state: tuple[float, str, bytes] | None = None  # time, fingerprint, data
     last: bool = False
 
 
@@ -121,6 +124,7 @@ class History:
         save_every: float = _SAVE_EVERY,
     ) -> None:
         self.directory = directory
+        self.path = directory / FILE
         self._limits = limits or Limits()
         self._intervals = intervals or {}
         self._fill = fill
@@ -138,7 +142,8 @@ class History:
         self._set_aside = 0
         self._repeats = Repeats()
         self._thread = threading.Thread(target=self._run, name="history", daemon=True)
-        self._status = HistoryStatus(enabled=True, path=str(directory / FILE))
+        self._looked = threading.Event()  # the database was opened, or could not be
+        self._status = HistoryStatus(enabled=True, path=str(self.path))
 
     @property
     def status(self) -> HistoryStatus:
@@ -147,24 +152,28 @@ class History:
     # --- in the pipeline's thread ----------------------------------------------------------------------------
 
     def restore(self, judge: Judge) -> None:
-        """Bring the judge to where it was, mark the gap since then, and follow it from now on."""
+        """Bring the judge to where it was, mark the gap since then, and follow it from now on.
+
+        Waits a few seconds for a disk that does not answer, and goes on without what it holds.
+        """
         self._judge = judge
-        now = self._clock()
         began = time.monotonic()
-        if self._database is not None:
+        if not self._looked.wait(_STOP_SECONDS):
+            _log.warning("history not restored", error="the disk does not answer")
+        elif self._database is not None:
             try:
-                self._restore_from(self._database, judge, now)
+                self._restore_from(self._database, judge, self._clock())
             except Unusable as problem:
                 _log.warning("history not restored", error=str(problem))
+        now = self._clock()
+        for observation in self._filled(judge.node.t, now):
+            self._apply(judge, observation)
+            self.observe(observation)
         since = judge.node.t
         if since:
-            for observation in self._filled(since, now):
-                judge.apply(observation)
-                self.observe(observation)
-            gap = Gap(max(now, judge.node.t), since)
-            judge.apply(gap)
+            gap = Gap(max(now, since), since)
+            self._apply(judge, gap)
             self.observe(gap)
-            self._set(restored=self._status.restored or "from the Prometheus server")
             _log.info(
                 "history restored",
                 how=self._status.restored,
@@ -181,9 +190,10 @@ class History:
     def _hand_on(self, t: float, *, last: bool = False) -> None:
         batch, self._batch = self._batch, _Batch()
         batch.last = last
-        if self._judge is not None and (last or self._saved_at is None or t - self._saved_at >= self._save_every):
+        batch.saves = last or self._saved_at is None or t - self._saved_at >= self._save_every
+        if batch.saves:
             self._saved_at = t
-            batch.state = self._state(self._judge)
+            batch.state = self._state(self._judge) if self._judge is not None else None
         try:
             self._queue.put(batch, block=last, timeout=_STOP_SECONDS if last else None)
         except queue.Full:
@@ -210,11 +220,15 @@ class History:
                     after, how = state.block, "from the saved state"
                 except savedstate.CannotRestore as error:
                     problem = str(error)
+                except Exception as error:  # a state that fits the code and not itself
+                    problem = repr(error)
+                    judge.restore(Saved(Node(), Knowledge(), {}, {}))
             if problem:
                 _log.info("the detectors' state is made anew from the flight recorder", because=problem)
                 database.drop_state()
         with Archive(database.path) as archive:
-            replayed = self._replay(archive, judge, after if after else archive.newest_within(_REPLAYED_BYTES, 0), now)
+            begin = after if after else archive.newest_within(_REPLAYED_BYTES, 0)
+            replayed = self._replay(archive, judge, begin, now, after_state=bool(after))
             newest = archive.newest()
             self._encoder.knows(archive.facts(newest) if newest else None)
         if after or replayed:
@@ -229,16 +243,16 @@ class History:
             return f"it is {units.duration(now - t)} old"
         return ""
 
-    def _replay(self, archive: Archive, judge: Judge, after: int, now: float) -> int:
+    def _replay(self, archive: Archive, judge: Judge, after: int, now: float, *, after_state: bool) -> int:
         count = 0
         decoder: Decoder | None = None
         for piece in archive.pieces(now - self._limits.keep, after):
             if piece.first > now + _CLOCKS_APART:
                 break
             if decoder is None:
+                for facts in () if after_state else facts_in(archive.facts(piece.number)):
+                    self._apply(judge, EngineUpdate(piece.first, facts))
                 decoder = Decoder(0.0, judge.node.facts())
-                for facts in facts_in(archive.facts(piece.number)):
-                    judge.apply(EngineUpdate(piece.first, facts))
             for line in piece.text.splitlines():
                 try:
                     observation = decoder.observation(line)
@@ -246,9 +260,16 @@ class History:
                     _log.warning("a line of the flight recorder is left out", error=str(error))
                     continue
                 if observation is not None:
-                    judge.apply(observation)
+                    self._apply(judge, observation)
                     count += 1
         return count
+
+    def _apply(self, judge: Judge, observation: Observation) -> None:
+        try:
+            judge.apply(observation)
+        except Exception as error:  # as in the pipeline: one that cannot be folded must not end the daemon
+            kind = type(observation).__name__
+            self._repeats.failed(_log, "apply", "could not fold an observation again", repr(error), kind=kind)
 
     def _filled(self, since: float, now: float) -> Iterator[Observation]:
         if self._fill is None:
@@ -261,8 +282,7 @@ class History:
     # --- life ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Open the database and begin to write what comes."""
-        self._open()
+        """Open the database and begin to write what comes, in a thread of its own."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -282,6 +302,7 @@ class History:
             self._failed(problem)
             return
         self._database = database
+        self._encoder.tell_facts()
 
     def _failed(self, problem: Unusable) -> None:
         self._set(problem=str(problem), failures=self._status.failures + 1)
@@ -296,6 +317,10 @@ class History:
     # --- in the writer's thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._open()
+        finally:
+            self._looked.set()
         while True:
             batch = self._queue.get()
             try:
@@ -319,7 +344,7 @@ class History:
             return
         began = time.monotonic()
         now = self._clock()
-        bins = self._encoder.bins if batch.state is not None else None
+        bins = self._encoder.bins if batch.saves else None
         try:
             self._database.write(self._waiting, now, facts=self._encoder.changed_facts(), state=batch.state, bins=bins)
             size, oldest = self._database.size(), self._database.oldest()
@@ -371,6 +396,10 @@ class _Encoder:
     def knows(self, document: str | None) -> None:
         """Go on from what the database says of the engines."""
         self._facts.update({facts.name: facts for facts in facts_in(document) if facts.name not in self._facts})
+
+    def tell_facts(self) -> None:
+        """What is known of the engines stands nowhere yet: a new file has begun."""
+        self._facts_changed = bool(self._facts)
 
     def block(self, observations: Iterable[Observation]) -> Block | None:
         lines: list[str] = []

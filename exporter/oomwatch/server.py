@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import structlog
 from cheroot import server as cheroot_server
 from cheroot import wsgi
 
-from oomwatch import page
+from oomwatch import page, record
 from oomwatch.config import split_address
 from oomwatch.connections import Answer, CannotListen, Connections, Limits, Request, listen, shown
+from oomwatch.database import Unusable
 from oomwatch.snapshot import Snapshot
 from oomwatch.status import status
 from oomwatch.webconfig import WebConfigFile, WebState
@@ -32,6 +34,7 @@ _log = structlog.get_logger(__name__)
 _TEXT = "text/plain; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
 _JSON = "application/json"
+_JSON_LINES = "application/jsonl"
 
 # Below this gzip costs more than it saves.
 _WORTH_GZIP = 1024
@@ -49,6 +52,7 @@ PATHS: Mapping[str, str] = {
     "/": "GET",
     "/metrics": "GET",
     "/api/v1/status": "GET",
+    "/api/v1/recording": "GET",
     "/-/healthy": "GET",
     "/-/ready": "GET",
     "/-/reload": "POST",
@@ -239,7 +243,8 @@ class WebServer:
 
     ``web_config`` is a web configuration file, read anew when it changes; ConfigError when it is wrong at first.
     ``render`` gives the page of metrics and its content type for an Accept header. ``healthy`` and ``ready`` give an
-    empty text or what is missing, ``reload`` and ``release`` an empty text or what went wrong.
+    empty text or what is missing, ``reload`` and ``release`` an empty text or what went wrong. ``history`` is the
+    database that recordings are taken from.
     """
 
     def __init__(
@@ -252,6 +257,7 @@ class WebServer:
         ready: Callable[[], str],
         reload: Callable[[], str],
         release: Callable[[], str],
+        history: Path | None = None,
         web_config: Path | None = None,
         enable_lifecycle: bool = False,
         max_requests: int = 40,
@@ -263,6 +269,7 @@ class WebServer:
         self._render = render
         self._healthy = healthy
         self._ready = ready
+        self._history = history
         self._enable_lifecycle = enable_lifecycle
         self._clock = clock
         self._node = socket.gethostname()
@@ -273,6 +280,7 @@ class WebServer:
             "/": self._page,
             "/metrics": self._metrics,
             "/api/v1/status": self._status,
+            "/api/v1/recording": self._recording,
             "/-/healthy": lambda _: _health(self._healthy(), "oomwatch is healthy."),
             "/-/ready": lambda _: _health(self._ready(), "oomwatch is ready."),
             "/-/reload": lambda environ: self._act(environ, reload, "Reloaded."),
@@ -316,6 +324,19 @@ class WebServer:
         plain = status(self._snapshot(), self._clock())
         text = json.dumps(plain, allow_nan=False, ensure_ascii=True)
         return _Response("200 OK", f"{text}\n".encode(), _JSON)
+
+    def _recording(self, environ: Environ) -> _Response:
+        if self._history is None:
+            return _text("503 Service Unavailable", "No history is kept on disk (history.enabled).")
+        query = dict(parse_qsl(environ.get("QUERY_STRING", ""), keep_blank_values=True))
+        try:
+            part = record.answer(self._history, query, self._clock())
+        except ValueError as error:
+            return _text("400 Bad Request", str(error))
+        except Unusable as error:
+            return _text("503 Service Unavailable", str(error))
+        headers = {record.NEXT: str(part.next), record.START: repr(part.start)}
+        return _Response("200 OK", part.lines, _JSON_LINES, headers)
 
     def _act(self, environ: Environ, action: Callable[[], str], done: str) -> _Response:
         if not self._enable_lifecycle:

@@ -73,7 +73,7 @@ class OomwatchDaemon(ServerProcess):
             log_path=folder / "oomwatch.log",
             ready_url=f"{self.url}/-/ready",
             start_timeout_s=START_TIMEOUT_S,
-            environment={**os.environ, **(environment or {})},
+            environment={**os.environ, "STATE_DIRECTORY": str(folder / "state"), **(environment or {})},
         )
 
     @property

@@ -75,6 +75,7 @@ class Document:
     content_type: str = ""
     body: bytes = b""
     redirect: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -405,7 +406,7 @@ def _receive(response: requests.Response, limit: int) -> Document:
         raise _broken(received, length) from None
     if length is not None and received < length:
         raise _broken(received, length)
-    return Document(200, response.headers.get("Content-Type", ""), body.finish())
+    return Document(200, response.headers.get("Content-Type", ""), body.finish(), headers=response.headers)
 
 
 class _Plain:
