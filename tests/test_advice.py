@@ -1,0 +1,182 @@
+"""What a person on call is told to do: something for each verdict, with values, and nothing that vLLM does not have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from oomwatch.advice import FLAGS, advice
+from oomwatch.detectors.base import Eta, Evidence, Finding, State
+from oomwatch.observations import EngineFacts
+from oomwatch.sources.vllm.meaning import release
+from oomwatch.verdicts import CATALOGUE
+
+GIB = 1024**3
+VERSIONS = (None, "0.6.6", "0.8.5.post1", "0.9.2", "0.10.1", "0.10.2", "0.20.2", "0.21.0", "0.24.0", "0.33.0")
+
+# The numbers that each detector gives, so that every branch that uses them is taken.
+EVIDENCE: dict[str, Evidence] = {
+    "startup-refused": {"largest_passing_utilization": 0.6636, "largest_max_model_len": 3664},
+    "startup-oom": {"least_free_bytes": GIB, "peak_bytes": 70 * GIB},
+    "concurrency-low": {"max_concurrency": 0.9, "pool_tokens": 30_000, "max_model_len": 32_768},
+    "budget-overrun": {"overrun_bytes": GIB, "total_bytes": 80 * GIB, "gpu": "GPU-1"},
+    "margin-thin": {"fitting_utilization": 0.94, "utilization": 0.95, "free_floor_bytes": GIB // 4},
+    "headroom-low": {"free_floor_bytes": GIB // 4, "level_bytes": 2 * GIB},
+    "kv-exhaustion": {"running": 48.0, "waiting": 100.0},
+    "preemption-pressure": {"preemptions_per_finished": 1.5},
+    "admission-stall": {"running": 8.0, "waiting": 3.0},
+    "ranks-unbalanced": {"rank": "0", "free_rank": "3"},
+    "engine-stuck": {"ranks": ["0", "1"], "flat_seconds": 200.0},
+    "orphan-memory": {"pids": [2201, 2202], "names": ["python3", "python3"], "orphan_bytes": 15 * GIB},
+    "runtime-oom": {"wanted_bytes": 4 * GIB, "free_bytes": 3 * GIB, "total_bytes": 80 * GIB},
+    "crash-loop": {"deaths": 4, "first_death": 1_790_000_000.0},
+    "kv-tail-waste": {"block_size": 128},
+    "kv-block-leak": {"floor_blocks": 2000, "method": "idle"},
+    "gpu-memory-leak": {"growth_bytes": GIB},
+    "host-memory-leak": {"left_bytes": 20 * GIB},
+    "metrics-missing": {"page": "ok"},
+    "source-stale": {"silent_seconds": 400.0},
+}
+
+
+def facts(
+    version: str | None = "0.33.0", connector: bool | None = None, utilization: float | None = 0.9
+) -> EngineFacts:
+    return EngineFacts("chat", vllm_version=version, kv_connector=connector, gpu_memory_utilization=utilization)
+
+
+def told(
+    verdict: str,
+    about: EngineFacts | None = None,
+    state: State = "ticket",
+    evidence: Evidence | None = None,
+    killer: str | None = None,
+    eta: Eta | None = None,
+) -> str:
+    finding = Finding(
+        state, evidence=EVIDENCE.get(verdict, {}) if evidence is None else evidence, killer=killer, eta=eta
+    )
+    return "\n".join(advice(verdict, finding, about or facts()))
+
+
+def all_cases() -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
+    """Every verdict in every state, with and without numbers, for every version: what is advised."""
+    for verdict in CATALOGUE:
+        for version in VERSIONS:
+            for connector in (None, True):
+                for state in ("info", "ticket", "page"):
+                    for evidence in (EVIDENCE.get(verdict, {}), {"page": "stats_disabled", "method": "wedge"}):
+                        for killer in (None, "fragmentation"):
+                            finding = Finding(state, evidence=evidence, killer=killer, eta=Eta(7200.0, 3600.0))
+                            for about in (facts(version, connector), facts(version, connector, None), None):
+                                known = version if about else None
+                                yield verdict, known, advice(verdict, finding, about)
+
+
+@pytest.mark.parametrize("verdict", CATALOGUE)
+def test_every_verdict_has_actions_in_plain_sentences(verdict: str) -> None:
+    for evidence in (EVIDENCE.get(verdict, {}), {}):
+        actions = advice(verdict, Finding("ticket", evidence=evidence), facts())
+        assert 2 <= len(actions) <= 6
+        assert len(set(actions)) == len(actions)
+        for action in actions:
+            assert re.fullmatch(r"[A-Z].*\.", action), action
+            assert "None" not in action
+
+
+def test_no_flag_is_named_that_the_version_lacks_and_a_limit_is_told_where_the_version_is_not_known() -> None:
+    for verdict, version, actions in all_cases():
+        for action in actions:
+            for flag in re.findall(r"--[a-z][a-z-]+", action):
+                first = FLAGS[flag]
+                if version is None:
+                    assert not first or f"(vLLM {'.'.join(map(str, first))} and newer)" in action, (verdict, action)
+                else:
+                    assert (release(version) or ()) >= first, (verdict, version, action)
+
+
+def test_every_flag_of_the_table_is_named_somewhere() -> None:
+    named = {flag for _, _, actions in all_cases() for flag in re.findall(r"--[a-z][a-z-]+", "\n".join(actions))}
+    assert named == set(FLAGS)
+
+
+def test_nothing_is_advised_both_ways() -> None:
+    for verdict, version, actions in all_cases():
+        text = "\n".join(actions)
+        for flag in ("--gpu-memory-utilization", "--max-num-seqs", "--max-model-len"):
+            assert len(set(re.findall(rf"{flag} (?:to|from [0-9.]+ to) ([0-9.]+)\b", text))) <= 1, (verdict, version)
+        assert not ("expandable_segments" in text and "too little memory" in text), (verdict, version)
+
+
+def test_utilization_is_never_raised_nor_left_as_it_is() -> None:
+    for verdict, _, actions in all_cases():
+        for before, after in re.findall(
+            r"--gpu-memory-utilization from ([0-9.]+) to ([0-9]\.[0-9]+)", "\n".join(actions)
+        ):
+            assert 0 < float(after) < float(before), verdict
+
+
+class TestValues:
+    def test_a_refused_start_is_told_what_would_pass_rounded_down(self) -> None:
+        text = told("startup-refused", facts(utilization=0.95))
+        assert "--gpu-memory-utilization 0.66 at most instead of 0.95" in text
+        assert "--max-model-len 3664" in text
+
+    def test_a_pool_for_less_than_two_of_the_longest(self) -> None:
+        assert "--max-model-len from 32768 to 14848" in told("concurrency-low")
+
+    def test_an_overrun_is_taken_off_the_utilization_and_told_as_an_allowance(self) -> None:
+        text = told("budget-overrun")
+        assert "--gpu-memory-utilization from 0.9 to 0.88" in text
+        assert "budget_overrun.allowance of 1024MiB" in text
+
+    def test_without_the_present_value_it_says_by_how_much(self) -> None:
+        assert "--gpu-memory-utilization by 0.02" in told("budget-overrun", facts(utilization=None))
+
+    def test_a_thin_margin_says_which_utilization_leaves_room_and_what_it_costs(self) -> None:
+        text = told("margin-thin")
+        assert "--gpu-memory-utilization to 0.94 instead of 0.95: 1 GiB stays free" in text
+        assert "about 768 MiB smaller" in text
+
+    def test_pids_without_owner_are_named(self) -> None:
+        assert "-p 2201,2202" in told("orphan-memory")
+        assert "fuser" in told("orphan-memory", evidence={"pids": [], "unlisted_bytes": GIB})
+
+    def test_a_leak_says_by_when(self) -> None:
+        assert "restart it within 5 h" in told("kv-block-leak", eta=Eta(6 * 3600.0, 5 * 3600.0))
+        assert "restart it at a quiet moment" in told("kv-block-leak")
+
+    def test_an_engine_that_serves_no_more_is_restarted_now(self) -> None:
+        assert "Restart it now" in told("kv-block-leak", evidence={"method": "wedge"})
+
+
+class TestVersions:
+    @pytest.mark.parametrize(("version", "named"), [("0.10.1", False), ("0.10.2", True), ("0.33.0", True)])
+    def test_a_fixed_pool(self, version: str, named: bool) -> None:
+        assert ("--kv-cache-memory-bytes" in told("budget-overrun", facts(version))) == named
+
+    @pytest.mark.parametrize(("version", "named"), [("0.23.0", False), ("0.24.0", True)])
+    def test_the_watermark(self, version: str, named: bool) -> None:
+        assert ("watermark" in told("kv-exhaustion", facts(version))) == named
+
+    @pytest.mark.parametrize(
+        ("version", "connector", "named"),
+        [("0.20.2", True, True), ("0.21.0", True, False), (None, True, False), ("0.33.0", None, True)],
+    )
+    def test_expandable_segments(self, version: str | None, connector: bool | None, named: bool) -> None:
+        for verdict in ("runtime-oom", "gpu-memory-leak"):
+            text = told(verdict, facts(version, connector), killer="fragmentation")
+            assert ("expandable_segments" in text) == named
+            assert not named or "unless it uses sleep mode" in text
+            assert ("sleep mode or a KV connector" in text) == (named and connector is None)
+
+    def test_an_old_engine_may_show_old_numbers(self) -> None:
+        assert "send it one request" in told("kv-block-leak", facts("0.9.2"))
+        assert "send it one request" not in told("kv-block-leak", facts("0.10.2"))
+
+
+def test_the_error_s_hint_is_contradicted_where_memory_was_short() -> None:
+    assert "its hint does not help" in told("runtime-oom", killer="capacity")
+    assert "expandable_segments" not in told("runtime-oom", killer="capacity")
