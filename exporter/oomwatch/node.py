@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 from oomwatch import units
@@ -67,14 +68,21 @@ class Cadence:
 
     def limit(self, source: str) -> float:
         """Seconds after which the last word of ``source`` is stale."""
-        interval = {
-            "nvml": self.gpu,
-            "process": self.process,
-            "vllm": self.scrape,
-            "host": self.host,
-            "discovery": self.discovery,
-        }[source]
+        interval: float = getattr(self, _INTERVAL_OF[source])
         return interval * self.intervals_to_stale
+
+
+_INTERVAL_OF = {"nvml": "gpu", "process": "process", "vllm": "scrape", "host": "host", "discovery": "discovery"}
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A device's process list as attribution reads it, kept while neither of the two is another."""
+
+    listed: tuple[GpuProcess, ...]
+    attribution: Attribution
+    processes: tuple[HeldProcess, ...]
+    memory: Maybe[tuple[HeldMemory, ...]]
 
 
 @dataclass
@@ -87,6 +95,7 @@ class _Gpu:
     last_seen: float | None = None
     last_memory: Memory | None = None
     xids: dict[int, XidCount] = field(default_factory=dict)
+    held: dict[str, _Held] = field(default_factory=dict)  # by uuid of the device and its slices
 
 
 @dataclass
@@ -280,6 +289,7 @@ class Node:
             else gpu.mig_processes.get(mig.uuid, (0.0, NOT_READ))
             for mig in poll.mig
         }
+        gpu.held = {uuid: held for uuid, held in gpu.held.items() if uuid == poll.uuid or uuid in gpu.mig_processes}
         if isinstance(poll.memory, Memory):
             gpu.last_seen, gpu.last_memory = self._t, poll.memory
         elif any(isinstance(mig.memory, Memory) for mig in poll.mig):
@@ -423,7 +433,7 @@ class Node:
         # A parent's list repeats what its slices' lists say, where it may be read at all.
         sliced = known(poll.mig_enabled) is True or bool(poll.mig)
         listed: Maybe[tuple[GpuProcess, ...]] = MIG_ENABLED if sliced else gpu.processes
-        processes = self._listed(fresh, gpu.processes_t, listed, attribution)
+        processes, held = self._listed(gpu, poll.uuid, fresh, gpu.processes_t, listed, attribution)
         memory = poll.memory if fresh else STALE
         return GpuView(
             uuid=poll.uuid,
@@ -432,7 +442,7 @@ class Node:
             poll=poll if fresh else None,
             memory=memory,
             processes=processes,
-            held=_held(processes),
+            held=held,
             unowned=unowned_memory(memory, processes, sliced=sliced, unified=poll.unified),
             mig=tuple(self._mig_view(gpu, mig, attribution) for mig in poll.mig) if fresh else (),
             xids=tuple(gpu.xids[code] for code in sorted(gpu.xids)),
@@ -441,25 +451,36 @@ class Node:
         )
 
     def _mig_view(self, gpu: _Gpu, mig: MigInstance, attribution: Attribution) -> MigView:
-        processes = self._listed(True, *gpu.mig_processes[mig.uuid], attribution)
+        processes, held = self._listed(gpu, mig.uuid, True, *gpu.mig_processes[mig.uuid], attribution)
         return MigView(
             uuid=mig.uuid,
             gi=mig.gi,
             ci=mig.ci,
             memory=mig.memory,
             processes=processes,
-            held=_held(processes),
+            held=held,
             unowned=unowned_memory(mig.memory, processes, sliced=False, unified=False),
         )
 
     def _listed(
-        self, fresh: bool, t: float, listed: Maybe[tuple[GpuProcess, ...]], attribution: Attribution
-    ) -> Maybe[tuple[HeldProcess, ...]]:
+        self,
+        gpu: _Gpu,
+        uuid: str,
+        fresh: bool,
+        t: float,
+        listed: Maybe[tuple[GpuProcess, ...]],
+        attribution: Attribution,
+    ) -> tuple[Maybe[tuple[HeldProcess, ...]], Maybe[tuple[HeldMemory, ...]]]:
+        """The processes of a device or slice with their holders, and what each holder has of its memory."""
         if isinstance(listed, Absent):
-            return listed
+            return listed, listed
         if not fresh or not self._fresh(t, "process"):
-            return STALE
-        return tuple(attribution.held(process) for process in listed)
+            return STALE, STALE
+        made = gpu.held.get(uuid)
+        if made is None or made.listed is not listed or made.attribution is not attribution:
+            processes = tuple(attribution.held(process) for process in listed)
+            made = gpu.held[uuid] = _Held(listed, attribution, processes, held_memory(processes))
+        return made.processes, made.memory
 
     def _engine_view(self, engine: _Engine, gpus: tuple[GpuView, ...]) -> EngineView:
         state, error = self._engine_state(engine)
@@ -482,8 +503,8 @@ class Node:
         )
 
     def _processes_of(self, engine: str) -> tuple[HostProcess, ...]:
-        live = self._live_processes().values()
-        return tuple(sorted((process for process in live if process.engine == engine), key=lambda p: p.pid))
+        mine = (process for process in self._processes.values() if process.engine == engine)
+        return tuple(sorted((process for process in mine if self._fresh(process.t, "host")), key=lambda p: p.pid))
 
     def _engine_state(self, engine: _Engine) -> tuple[str, str]:
         scrape = engine.scrape
@@ -523,17 +544,16 @@ class Node:
 
 def _same_place(before: HostProcess | None, now: HostProcess) -> bool:
     """Whether attribution comes out the same: memory may change, kinship and names not."""
-    return before is not None and replace(before, t=now.t, rss=now.rss, anon=now.anon) == now
+    return before is not None and _PLACE(before) == _PLACE(now)
+
+
+_PLACE = attrgetter(*(f.name for f in fields(HostProcess) if f.name not in ("t", "rss", "anon")))
 
 
 def _judged(processes: Maybe[tuple[GpuProcess, ...]], memory: Maybe[Memory]) -> Maybe[tuple[GpuProcess, ...]]:
     if not isinstance(processes, Absent) and not plausible(processes, memory):
         return IMPLAUSIBLE
     return processes
-
-
-def _held(processes: Maybe[tuple[HeldProcess, ...]]) -> Maybe[tuple[HeldMemory, ...]]:
-    return processes if isinstance(processes, Absent) else held_memory(processes)
 
 
 def _engine_memory(engine: str, gpus: Iterable[GpuView]) -> Maybe[Mapping[str, int]]:
