@@ -32,6 +32,8 @@ from oomwatch.observations import RankReading, known
 from oomwatch.settings import Duration, Section
 
 _FORGIVE_S = 120.0  # gauges of an overfull pool flap from one poll to the next
+_NOISE = 0.02  # share of the pool by which usage moves to and fro while it rises
+_RAMP_S = 150.0  # a single step of usage is an inflow for 2 min, and no ramp
 
 
 def _queued(reading: RankReading) -> float | None:
@@ -106,7 +108,7 @@ class _Throughput:
     """What an engine gets done per second, now and in its last hour of work.
 
     Three rates: generated tokens, finished requests, prompt tokens of finished requests. A prompt counts when its
-    request finishes, since V0 counts a prompt again after each preemption. About 6 kB.
+    request finishes, since V0 counts a prompt again after each preemption. About 20 kB.
     """
 
     def __init__(self, window_s: float, least_minutes: int) -> None:
@@ -115,12 +117,17 @@ class _Throughput:
         self._now = tuple(CounterWindow(window_s) for _ in range(3))
         self._minute: _Minute | None = None
         self._hour: deque[tuple[float, tuple[float | None, ...]]] = deque(maxlen=60)
+        self._usual: tuple[float | None, ...] | None = None
+        self._counters: tuple[float | None, ...] | None = None
+        self.moves = False  # whether anything came out since the page before
 
     def reset(self) -> None:
+        self._counters = None
         for window in self._now:
             window.reset()
         self._minute = None
         self._hour.clear()
+        self._usual = None
 
     def add(self, t: float, reading: RankReading, hurting: bool) -> None:
         """Take in a page. Minutes in which it hurts do not become what is usual."""
@@ -129,6 +136,8 @@ class _Throughput:
             _finished(reading),
             known(reading.request_prompt_tokens),
         )
+        self.moves = self._counters is not None and counters != self._counters
+        self._counters = counters
         for window, value in zip(self._now, counters, strict=True):
             window.add(t, value)
         minute = self._minute
@@ -141,10 +150,11 @@ class _Throughput:
             if not hurting and 2 * minute.busy >= minute.samples:
                 rates = tuple(_rate(a, b, t - minute.t) for a, b in zip(minute.counters, counters, strict=True))
                 self._hour.append((t, rates))
+                self._usual = self._medians(t)
             self._minute = _Minute(t, counters)
 
-    def usual(self, t: float) -> tuple[float | None, ...] | None:
-        """The medians over the last hour of work before the present window; None before enough of it was seen."""
+    def _medians(self, t: float) -> tuple[float | None, ...] | None:
+        """Over the last hour of work before the present window; None before enough of it was seen."""
         minutes = [rates for end, rates in self._hour if end <= t - self._window_s]
         if len(minutes) < self._least:
             return None
@@ -153,12 +163,11 @@ class _Throughput:
 
     def share_of_usual(self, t: float) -> float | None:
         """The best of the rates as a share of what is usual: a change of the mix of requests lowers not all of them."""
-        usual = self.usual(t)
-        if usual is None:
+        if self._usual is None:
             return None
         shares = [
             rate / before
-            for window, before in zip(self._now, usual, strict=True)
+            for window, before in zip(self._now, self._usual, strict=True)
             if before and window.known and (rate := window.rate(t)) is not None
         ]
         return max(shares, default=None)
@@ -173,7 +182,7 @@ def _rate(before: float | None, now: float | None, seconds: float) -> float | No
 
 
 class _LoadClock:
-    """Time until the pool is full at the net inflow of the last 2 min: free / inflow. About 2 kB.
+    """Time until the pool is full at the net inflow of the last 2 min: free / inflow. About 7 kB.
 
     Valid while the inflow has been positive for at least 4 samples. It extrapolates a ramp of load, so it says
     nothing beyond minutes.
@@ -199,11 +208,12 @@ class _LoadClock:
             self._usage.popleft()
         start, before = self._usage[0]
         inflow = (usage - before) / (t - start) if t > start else 0.0
-        if inflow <= 0:
+        turned = usage < max(value for _, value in self._usage) - _NOISE
+        if inflow <= 0 or turned:
             self._inflows.clear()
             return
         if not self._inflows:
-            self._rising_since = start
+            self._rising_since = t
         self._inflows.append(inflow)
 
     def eta(self) -> Eta | None:
@@ -226,7 +236,7 @@ class KvExhaustion:
 
     Full: usage peaks, or preemptions happen, and requests wait now, or usage is high now. Suffering: many preemptions
     per finished request, or a queue that grows; and all of tokens and finished requests per second below the
-    engine's own last hour of work. A full pool at good throughput is success. About 16 kB a rank.
+    engine's own last hour of work. A full pool at good throughput is success. About 45 kB a rank.
     """
 
     verdict = "kv-exhaustion"
@@ -267,7 +277,8 @@ class KvExhaustion:
         self._clock.add(t, known(reading.usage))
         full_for = self._full.update(t, self._is_full(t, reading))
         self._hurts, severe = False, False
-        if full_for >= self.settings.rate_window and self._pressed(t):
+        # Nothing at all coming out is an engine that hangs, and engine-stuck's to say.
+        if full_for >= self.settings.rate_window and self._throughput.moves and self._pressed(t):
             share = self._throughput.share_of_usual(t)
             if share is not None:
                 self._hurts = share < self.settings.rate_down_to
@@ -316,9 +327,9 @@ class KvExhaustion:
         return (
             eta is not None
             and usage is not None
-            and usage >= self.settings.eta_usage
+            and self.settings.eta_usage <= usage < self.settings.full_usage
             and eta.seconds <= self.settings.eta_info
-            and self._clock.rising_for >= 180.0
+            and self._clock.rising_for >= _RAMP_S
         )
 
     def conclude(self, t: float) -> Finding:
@@ -424,7 +435,7 @@ class PreemptionPressureSettings(Section):
 
 
 class PreemptionPressure:
-    """Requests are preempted, and computed anew, again and again for each one that finishes. About 4 kB a rank."""
+    """Requests are preempted, and computed anew, again and again for each one that finishes. About 11 kB a rank."""
 
     verdict = "preemption-pressure"
 
@@ -557,7 +568,7 @@ class EngineStuck:
 
     A hung engine freezes all its gauges behind a green health check, so counters are compared with themselves.
     Requests sent to an engine that hung while idle show nowhere: for them there are the active probe's samples.
-    A counter that does not exist is unknown, not flat. About 1 kB and 1 kB a rank.
+    A counter that does not exist is unknown, not flat. About 4 kB, and 2 kB a rank.
     """
 
     verdict = "engine-stuck"
@@ -766,7 +777,7 @@ class AdmissionStall:
     """Requests wait, none is admitted, and the pool is not full.
 
     As many running as ever before may be the limit on sequences (max_num_seqs, which no metric tells) under long
-    generations: that is shown as info until one of them ends without another taking its place. About 1 kB a rank.
+    generations: that is shown as info until one of them ends without another taking its place. About 8 kB a rank.
     """
 
     verdict = "admission-stall"
@@ -798,19 +809,18 @@ class AdmissionStall:
         self._problem = _why_no_stall(reading, sample.asleep)
         self._most_running = max(self._most_running, known(reading.running) or 0.0)
         usage = known(reading.usage)
-        stalls = (
+        waits = (
             not self._problem
             and (known(reading.waiting) or 0) > 0
             and usage is not None
             and usage < self.settings.usage
-            and (before is None or not _admitted(before, reading))
         )
-        if not stalls:
-            # Whatever was admitted ends a stall at once; the next one is counted from here.
+        if before is not None and _admitted(before, reading):
+            # That ends a stall at once; those who still wait are counted from here.
             self._stalled.reset()
             self._deferred.reset()
-        self._stalled.update(sample.t, stalls)
-        self._deferred.update(sample.t, stalls and known(reading.waiting_capacity) == 0)
+        self._stalled.update(sample.t, waits)
+        self._deferred.update(sample.t, waits and known(reading.waiting_capacity) == 0)
 
     def conclude(self, t: float) -> Finding:
         now = NO_PAGE if self._fresh.stale(t) else self._now()
@@ -887,7 +897,7 @@ class RanksUnbalancedSettings(Section):
 class RanksUnbalanced:
     """Some data-parallel ranks are full with a queue while others idle.
 
-    An empty median counts as half a request: a queue of 5 on one rank is none yet. About 1 kB, and 0.5 kB a rank.
+    An empty median counts as half a request: a queue of 5 on one rank is none yet. About 3 kB, and 1 kB a rank.
     """
 
     verdict = "ranks-unbalanced"
@@ -980,7 +990,7 @@ class ConcurrencyLowSettings(Section):
 
 
 class ConcurrencyLow:
-    """The KV pool holds less than a few requests of the longest length: exact, from one page. About 0.5 kB a rank."""
+    """The KV pool holds less than a few requests of the longest length: exact, from one page. About 3 kB."""
 
     verdict = "concurrency-low"
 

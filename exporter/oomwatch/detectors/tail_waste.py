@@ -75,7 +75,7 @@ class KvTailWasteSettings(Section):
 
 
 class KvTailWaste:
-    """The block size is large for the lengths that are served. It is small, and it never pages. About 1 kB a rank."""
+    """The block size is large for the lengths that are served. It is small, and it never pages. About 8 kB a rank."""
 
     verdict = "kv-tail-waste"
 
