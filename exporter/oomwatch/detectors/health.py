@@ -55,8 +55,8 @@ def _stale_after(pace: Pace) -> float:
 class GpuLostSettings(Section):
     """When a device counts as lost."""
 
-    confirm: Duration = Field(30.0, ge=0, description="How long no poll may have found it again.")
-    page_hold: Duration = Field(300.0, ge=0, description="How long a page stands after the device came back.")
+    confirm: Duration = Field(default=30.0, ge=0, description="How long no poll may have found it again.")
+    page_hold: Duration = Field(default=300.0, ge=0, description="How long a page stands after the device came back.")
 
 
 class GpuLost:
@@ -68,7 +68,7 @@ class GpuLost:
         self.subject = subject
         self.settings = settings
         self._pace = Pace()
-        self._standing = Standing(page_s=settings.page_hold)
+        self._standing = Standing(settings.page_hold, settings.page_hold)
         self._reason = ""
         self._since = 0.0
         self._last_good: float | None = None
@@ -118,8 +118,10 @@ class GpuLost:
 class NvmlStuckSettings(Section):
     """When a driver call that does not return is worth a ticket."""
 
-    ticket_after: Duration = Field(60.0, ge=0, description="How long no call about the device may have returned.")
-    ticket_hold: Duration = Field(300.0, ge=0, description="How long a ticket stands after calls return again.")
+    ticket_after: Duration = Field(
+        default=60.0, ge=0, description="How long no call about the device may have returned."
+    )
+    ticket_hold: Duration = Field(default=300.0, ge=0, description="How long a ticket stands after calls return again.")
 
 
 class NvmlStuck:
@@ -171,12 +173,15 @@ class NvmlStuck:
 class SourceStaleSettings(Section):
     """How long a source may say nothing."""
 
-    ticket_after: Duration = Field(300.0, gt=0, description="Silence from which on it is a ticket.")
+    ticket_after: Duration = Field(default=300.0, gt=0, description="Silence from which on it is a ticket.")
     start_grace: Duration = Field(
-        900.0, gt=0, description="The same for an engine whose processes have just started: loading a model takes time."
+        default=900.0,
+        gt=0,
+        description="The same for an engine that has not answered yet, or whose processes have just started: loading a "
+        "model takes time.",
     )
     ended_after: Duration = Field(
-        72 * 3600.0,
+        default=72 * 3600.0,
         gt=0,
         description="An engine whose processes have ended and that has not come back for so long was taken away on "
         "purpose: a hint remains.",
@@ -286,9 +291,11 @@ class SourceStale:
             if self._found and self._pace.silence(t) > _stale_after(self._pace):
                 return unknown("the engine has ended", evidence)
             late = late and t - self._ended < self.settings.ended_after
-        elif self._started is not None and t - self._started < self.settings.start_grace:
+        elif self._started is not None:
             summary += f" It has been starting for {units.duration(t - self._started)}."
-            late = False
+            late = late and t - self._started >= self.settings.start_grace
+        elif self._fresh is None and self.subject.engine is not None:
+            late = silence >= self.settings.start_grace
         return Finding("ticket" if late else "info", 0.9, summary, evidence)
 
 
@@ -298,11 +305,17 @@ class SourceStale:
 class MetricsMissingSettings(Section):
     """How long series that are needed may be missing from a page that is answered."""
 
-    after: Duration = Field(120.0, ge=0, description="How long they have to be missing: a start shows them by and by.")
-    no_traffic: Duration = Field(
-        24 * 3600.0, ge=0, description="How long a page without gauges passes for one that has seen no request yet."
+    after: Duration = Field(
+        default=120.0, ge=0, description="How long they have to be missing: a start shows them by and by."
     )
-    ticket_hold: Duration = Field(300.0, ge=0, description="How long a ticket stands after they have come back.")
+    no_traffic: Duration = Field(
+        default=24 * 3600.0,
+        ge=0,
+        description="How long a page without gauges passes for one that has seen no request yet.",
+    )
+    ticket_hold: Duration = Field(
+        default=300.0, ge=0, description="How long a ticket stands after they have come back."
+    )
 
 
 _NEEDED: tuple[tuple[str, tuple[str, ...]], ...] = (

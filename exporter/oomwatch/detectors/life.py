@@ -202,14 +202,21 @@ class Starts:
 class StartupOomSettings(Section):
     """When starts that fail are taken for a lack of memory, where no log tells."""
 
-    climbs_to: Size = Field(GIB, gt=0, description="What a start has to hold at its peak to have loaded anything.")
-    tight_ratio: float = Field(
-        0.05, ge=0, le=1, description="Free share of the device at the peak below which a lack of memory is likely."
+    climbs_to: Size = Field(
+        default=GIB, gt=0, description="What a start has to hold at its peak to have loaded anything."
     )
-    ticket_after: int = Field(2, ge=1, description="Failed starts in a row, no page between them, for a ticket.")
-    within: Duration = Field(6 * _HOUR, gt=0, description="How long a failed start counts.")
-    info_hold: Duration = Field(_HOUR, ge=0, description="How long a single failed start shows.")
-    ticket_hold: Duration = Field(_HOUR, ge=0, description="How long a ticket stands after a start succeeded.")
+    tight_ratio: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="Free share of the device at the peak below which a lack of memory is likely.",
+    )
+    ticket_after: int = Field(
+        default=2, ge=1, description="Failed starts in a row, no page between them, for a ticket."
+    )
+    within: Duration = Field(default=6 * _HOUR, gt=0, description="How long a failed start counts.")
+    info_hold: Duration = Field(default=_HOUR, ge=0, description="How long a single failed start shows.")
+    ticket_hold: Duration = Field(default=_HOUR, ge=0, description="How long a ticket stands after a start succeeded.")
 
 
 class StartupOom:
@@ -289,11 +296,15 @@ class StartupOom:
 class CrashLoopSettings(Section):
     """How often an engine may die."""
 
-    deaths: int = Field(3, ge=2, description="Deaths within the time that page.")
-    within: Duration = Field(6 * _HOUR, gt=0, description="The time for a page.")
-    ticket_within: Duration = Field(24 * _HOUR, gt=0, description="The time in which as many deaths are a ticket.")
+    deaths: int = Field(default=3, ge=2, description="Deaths within the time that page.")
+    within: Duration = Field(default=6 * _HOUR, gt=0, description="The time for a page.")
+    ticket_within: Duration = Field(
+        default=24 * _HOUR, gt=0, description="The time in which as many deaths are a ticket."
+    )
     least_survival: Duration = Field(
-        _HOUR, gt=0, description="A loop is over when the engine lives twice its period, and this long at least."
+        default=_HOUR,
+        gt=0,
+        description="A loop is over when the engine lives twice its period, and this long at least.",
     )
 
 
@@ -326,7 +337,8 @@ class CrashLoop:
         self._starts = Starts(subject.engine or "")
         self._service = Service()
         self._deaths: deque[_Death] = deque(maxlen=_KEPT)
-        self._ready: float | None = None  # of the life that is followed
+        self._life: float | None = None  # since when the present life is ready, as its pages tell
+        self._followed: float | None = None  # the life whose end has not been counted yet, or was the last to be
         self._alive = False
         self._pids: set[int] = set()
         self._had_work: bool | None = None
@@ -340,6 +352,7 @@ class CrashLoop:
         match sample:
             case RankSample():
                 self._service.observe(sample)
+                self._life = sample.ready_since
             case EngineSample():
                 self._service.observe(sample)
                 if sample.state in ANSWERED and sample.state != "dead":
@@ -356,12 +369,13 @@ class CrashLoop:
             self._deaths.append(_Death(failed.t, start=True, had_work=None, certain=True))
 
     def _answered(self, sample: EngineSample) -> None:
-        if self._ready is not None and self._service.ready != self._ready:
+        another = self._followed is not None and self._life != self._followed
+        if another:
             self._die(sample.t, certain=True)
         elif not self._alive and self._deaths and not self._deaths[-1].start and not self._deaths[-1].certain:
             self._deaths.pop()  # it was away, and the same life has come back
-        self._shape_is_new |= self._service.ready != self._ready
-        self._ready, self._alive = self._service.ready, True
+        self._shape_is_new |= another or not self._alive
+        self._followed, self._alive = self._life, True
         self._pids = set(sample.pids)
         self._had_work = self._service.had_work
         if sample.state == "ok":

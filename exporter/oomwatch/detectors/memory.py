@@ -119,13 +119,15 @@ def _utilization(service: Service, sample: DeviceSample, engine: str) -> float |
 class MarginThinSettings(Section):
     """What has to be free on a device once its engine is ready, for a forward pass to take."""
 
-    info_below: Size = Field(GIB, gt=0, description="Free memory below this is a hint.")
+    info_below: Size = Field(default=GIB, gt=0, description="Free memory below this is a hint.")
     info_below_ratio: float = Field(
-        0.015, ge=0, lt=1, description="The same as a share of the device; the larger of the two holds."
+        default=0.015, ge=0, lt=1, description="The same as a share of the device; the larger of the two holds."
     )
-    ticket_below: Size = Field(384 * MIB, gt=0, description="Free memory below this is a ticket.")
+    ticket_below: Size = Field(default=384 * MIB, gt=0, description="Free memory below this is a ticket.")
     settle_time: Duration = Field(
-        600.0, ge=0, description="How long after an engine became ready nothing is said: first requests allocate."
+        default=600.0,
+        ge=0,
+        description="How long after an engine became ready nothing is said: first requests allocate.",
     )
 
 
@@ -208,21 +210,29 @@ class MarginThin:
 class HeadroomLowSettings(Section):
     """When free memory has fallen too low, against the level that the engines had after their warm-up."""
 
-    window: Duration = Field(600.0, ge=60, le=7200, description="The floor of this much time is what counts.")
-    ticket_below: Size = Field(GIB, gt=0, description="Floor below this, and below the engines' own level: a ticket.")
-    ticket_below_ratio: float = Field(
-        0.015, ge=0, lt=1, description="The same as a share of the device; the larger of the two holds."
+    window: Duration = Field(default=600.0, ge=60, le=7200, description="The floor of this much time is what counts.")
+    ticket_below: Size = Field(
+        default=GIB, gt=0, description="Floor below this, and below the engines' own level: a ticket."
     )
-    page_below: Size = Field(512 * MIB, gt=0, description="Floor below this while it falls: a page.")
-    fall: Size = Field(128 * MIB, gt=0, description="How far below the engines' own level it has to be.")
+    ticket_below_ratio: float = Field(
+        default=0.015, ge=0, lt=1, description="The same as a share of the device; the larger of the two holds."
+    )
+    page_below: Size = Field(default=512 * MIB, gt=0, description="Floor below this while it falls: a page.")
+    fall: Size = Field(default=128 * MIB, gt=0, description="How far below the engines' own level it has to be.")
     falling_for: Duration = Field(
-        6 * 3600.0, gt=0, description="Longest time since the floor last fell for which a page stands; then a ticket."
+        default=6 * 3600.0,
+        gt=0,
+        description="Longest time since the floor last fell for which a page stands; then a ticket.",
     )
     warm_up: Duration = Field(
-        1800.0, ge=0, description="Least time from which the engines' own level is learnt, after each start or wake-up."
+        default=1800.0,
+        ge=0,
+        description="Least time from which the engines' own level is learnt, after each start or wake-up.",
     )
-    page_hold: Duration = Field(900.0, ge=0, description="How long a page stands after its condition ended.")
-    ticket_hold: Duration = Field(3600.0, ge=0, description="How long a ticket stands after its condition ended.")
+    page_hold: Duration = Field(default=900.0, ge=0, description="How long a page stands after its condition ended.")
+    ticket_hold: Duration = Field(
+        default=3600.0, ge=0, description="How long a ticket stands after its condition ended."
+    )
 
 
 _FALL_STEP = 32 * MIB  # a floor that falls by less stands still
@@ -333,12 +343,22 @@ class HeadroomLow:
 class BudgetOverrunSettings(Section):
     """How much more than its share an engine's processes may hold on a device."""
 
-    allowance: Size = Field(0, ge=0, description="Bytes beyond the share that are normal for this engine.")
-    info_above: Size = Field(256 * MIB, gt=0, description="Overrun above this, beyond the allowance, is a hint.")
-    ticket_above: Size = Field(768 * MIB, gt=0, description="Overrun above this, beyond the allowance, is a ticket.")
-    ticket_after: Duration = Field(600.0, ge=0, description="How long it has to last for a ticket, while awake.")
-    settle_time: Duration = Field(600.0, ge=0, description="How long after the engine became ready nothing is said.")
-    ticket_hold: Duration = Field(3600.0, ge=0, description="How long a ticket stands after its condition ended.")
+    allowance: Size = Field(default=0, ge=0, description="Bytes beyond the share that are normal for this engine.")
+    info_above: Size = Field(
+        default=256 * MIB, gt=0, description="Overrun above this, beyond the allowance, is a hint."
+    )
+    ticket_above: Size = Field(
+        default=768 * MIB, gt=0, description="Overrun above this, beyond the allowance, is a ticket."
+    )
+    ticket_after: Duration = Field(
+        default=600.0, ge=0, description="How long it has to last for a ticket, while awake."
+    )
+    settle_time: Duration = Field(
+        default=600.0, ge=0, description="How long after the engine became ready nothing is said."
+    )
+    ticket_hold: Duration = Field(
+        default=3600.0, ge=0, description="How long a ticket stands after its condition ended."
+    )
 
 
 @dataclass
@@ -382,7 +402,7 @@ class BudgetOverrun:
                     self._ready = self._service.ready
                     self._held.clear()
                     self._standing.reset()
-            case DeviceSample() if sample.processes != NOT_READ:
+            case DeviceSample() if sample.processes != NOT_READ and self._service.refused_since is None:
                 self._list(sample)
 
     def _list(self, sample: DeviceSample) -> None:
@@ -414,6 +434,8 @@ class BudgetOverrun:
         service = self._service
         if service.ready is None or not service.serves(t):
             return unknown("the engine does not serve")
+        if service.refused_since is not None:
+            return self._standing.settle(t, unknown("the engine does not answer"))
         if service.pool_is_set:
             return unknown("no budget: kv_cache_memory_bytes is set")
         limit = max(300.0, 3 * self._pace.interval)
@@ -421,7 +443,7 @@ class BudgetOverrun:
         if not fresh:
             reasons = sorted(set(self._unreadable.values()))
             why = f": {reasons[0]}" if reasons else ""
-            return unknown(f"what the engine's processes hold is not known{why}")
+            return self._standing.settle(t, unknown(f"what the engine's processes hold is not known{why}"))
         budgets = {gpu: held for gpu, held in fresh.items() if held.budget is not None}
         if not budgets:
             return unknown("gpu_memory_utilization is not known")
@@ -495,25 +517,32 @@ def _only_stranger(processes: Maybe[tuple[HeldProcess, ...]]) -> Maybe[int]:
 class OrphanMemorySettings(Section):
     """When device memory that no engine and no configured neighbour holds is worth a ticket."""
 
-    at_least: Size = Field(GIB, gt=0, description="Memory without an owner from which on it is a ticket.")
-    lasting: Duration = Field(120.0, ge=0, description="How long a process has to hold it: starts and stops are short.")
+    at_least: Size = Field(default=GIB, gt=0, description="Memory without an owner from which on it is a ticket.")
+    lasting: Duration = Field(
+        default=120.0, ge=0, description="How long a process has to hold it: starts and stops are short."
+    )
     engine_within: Duration = Field(
-        3600.0, ge=0, description="Only on devices where an engine runs or ran within this time."
+        default=3600.0, ge=0, description="Only on devices where an engine runs or ran within this time."
     )
     start_grace: Duration = Field(
-        900.0,
+        default=900.0,
         ge=0,
         description="How long a new process may be an engine's start, where an engine that should be here does not "
         "answer and none of its processes is known.",
     )
     longest_start: Duration = Field(
-        3600.0, ge=0, description="The same for a process whose memory still changes, as it does while a model loads."
+        default=3600.0,
+        ge=0,
+        description="The same for a process whose memory still changes, as it does while a model loads.",
     )
-    ticket_hold: Duration = Field(300.0, ge=0, description="How long a ticket stands after the memory was given back.")
+    ticket_hold: Duration = Field(
+        default=300.0, ge=0, description="How long a ticket stands after the memory was given back."
+    )
 
 
 _CHANGE = 64 * MIB  # a process whose memory moves by less stands still
 _STILL_FOR = 300.0  # seconds without such a change
+_CELLS = 8
 
 
 @dataclass
@@ -524,6 +553,7 @@ class _Stranger:
     appeared: bool  # under our eyes, not with the first list
     mark: int  # its memory when it last changed
     changed: float
+    floor: SlidingFloor  # what it held at the least for as long as an orphan has to
 
 
 @dataclass(frozen=True)
@@ -534,8 +564,6 @@ class _Piece:
     since: float
     pid: int | None
     name: str
-    appeared: bool = False
-    changed: float = 0.0
 
 
 class OrphanMemory:
@@ -602,7 +630,11 @@ class OrphanMemory:
                 owned[process.pid] = self._owned.get(process.pid, t)
             elif process.holder.kind == "unknown":
                 used = process.used or 0
-                stranger = self._strangers.get(process.pid) or _Stranger(t, self._listed is not None, used, t)
+                stranger = self._strangers.get(process.pid)
+                if stranger is None:
+                    floor = SlidingFloor(self.settings.lasting, _CELLS)
+                    stranger = _Stranger(t, self._listed is not None, used, t, floor)
+                stranger.floor.add(t, used)
                 if abs(used - stranger.mark) >= _CHANGE:
                     stranger.mark, stranger.changed = used, t
                 strangers[process.pid] = stranger
@@ -642,7 +674,8 @@ class OrphanMemory:
             if process.pid in self._strangers:
                 stranger = self._strangers[process.pid]
                 if not (may_start and self._may_be_a_start(listed_t, process.name, stranger)):
-                    yield _Piece(used, stranger.since, process.pid, process.name)
+                    least = stranger.floor.value(listed_t)
+                    yield _Piece(used if least is None else int(least), stranger.since, process.pid, process.name)
             elif process.holder.kind == "engine":
                 died = self._died(t, process)
                 if died is not None:

@@ -32,7 +32,7 @@ class Pace:
     The second longest of its last nine distances: sources slow down and hurry, and one lost reading is no new pace.
     """
 
-    def __init__(self, first_guess: float = 60.0) -> None:
+    def __init__(self, first_guess: float = 100.0) -> None:
         self.last: float | None = None
         self._gaps: deque[float] = deque(maxlen=9)
         self.interval = first_guess  # until three distances are known
