@@ -88,7 +88,7 @@ class KvBlockLeakSettings(Section):
         0.45, ge=0, le=1, description="As ticket_share, where a KV connector may hold blocks by right."
     )
     connector_page_share: float = Field(
-        0.55, ge=0, le=1, description="As page_share, where a KV connector may hold blocks by right."
+        0.50, ge=0, le=1, description="As page_share, where a KV connector may hold blocks by right."
     )
     hold_time: Duration = Field(
         600.0, gt=0, description="Longest time that a KV connector holds a finished request's blocks by right."
@@ -122,7 +122,9 @@ _STEPS = 4  # floors that have to rise, one after the other
 _RISE_TOLERANCE = 0.002  # of the pool: less is no rise
 _LEAST_RISES = 3  # of what is lost for sure, to speak of growth: one loss is an accident
 _LOOK_BACK = 10  # windows among which the rising ones are looked for
+_REFRESH = 60.0  # seconds after which the numbers of a finding are made anew though nothing has changed
 _HOLDS = 3  # times the hold time: a floor over so long is no connector's
+_MEMORY_WINDOWS = 24  # widths of a window, among whose readings quiet ones are looked for
 _LARGEST_GAP = 120.0  # between two readings whose difference still tells how blocks follow requests
 
 
@@ -137,56 +139,86 @@ class _LowLoadLeak:
     t: float
 
 
+class _QuietReadings:
+    """Which readings have few running requests, by the quantile of those of the last ``memory`` seconds."""
+
+    def __init__(self, share: float, memory: float) -> None:
+        self._share = share
+        self._running = DailyQuantiles(memory)
+        self._most = 0.0
+        self._renewed = -math.inf
+
+    def add(self, t: float, running: float) -> bool:
+        """Take in a reading; whether it is a quiet one."""
+        self._running.add(t, running)
+        if t - self._renewed >= _REFRESH:
+            self._most, self._renewed = self._running.quantile(self._share) or 0.0, t
+        return running <= self._most
+
+
+class _Scale:
+    """Floors of quiet readings in windows of one width, and the noise of such readings."""
+
+    def __init__(self, width: float, rise: float, memory: float) -> None:
+        self.floors = BinnedFloors(width, _LOOK_BACK)
+        self.rise = rise
+        self._hourly = Forgetting(min(memory, HOUR))
+        self._noise = Forgetting(memory)
+
+    def add(self, t: float, rest: float) -> bool:
+        """Take in what a quiet reading leaves unexplained; whether a window closed."""
+        self._hourly.add(t, rest)
+        self._noise.add(t, rest - self._hourly.mean)
+        return self.floors.add(t, rest) is not None
+
+    def leak(self, t: float, sigmas: float) -> _LowLoadLeak | None:
+        """What the last floors come to, None when they do not rise one after the other, or by too little."""
+        points = self.floors.floors()
+        values = [value for _, value in points]
+        if not ratchet(values, _STEPS, max(self.rise, sigmas * self._noise.deviation), _RISE_TOLERANCE):
+            return None
+        trend = theil_sen(points[-_STEPS:])
+        return _LowLoadLeak(values[-1], values[-1] - values[-_STEPS], trend, self.floors.width, t)
+
+
 class _LowLoad:
     """Floors of what running requests do not explain, for engines that are never idle. Shares of the pool.
 
     Used blocks follow running requests by a factor that differences of neighbouring readings give; what is left has a
-    floor when few requests run. Traffic moves that floor up and down; a leak only up.
+    floor when few requests run. Traffic moves that floor up and down; a leak only up. Short windows look for quiet
+    readings among those of the last hours, so that a leak of a busy day need not wait for the night.
     """
 
     def __init__(self, settings: KvBlockLeakSettings) -> None:
-        self._settings = settings
-        self._factor = DifferenceSlope(settings.low_load_memory, _LARGEST_GAP)
-        self._running = DailyQuantiles(settings.low_load_memory)
-        self._hourly = Forgetting(max(settings.low_load_windows[0], settings.low_load_windows[1]))
-        self._noise = Forgetting(settings.low_load_memory)
-        self._scales = [BinnedFloors(width, _LOOK_BACK) for width in settings.low_load_windows]
-        self._threshold = 0.0
-        self._threshold_t = -math.inf
+        self._sigmas = settings.low_load_sigmas
+        memory = settings.low_load_memory
+        self._factor = DifferenceSlope(memory, _LARGEST_GAP)
+        self._quiet: dict[float, _QuietReadings] = {}
+        self._scales: list[tuple[float, _Scale]] = []
+        for width, rise in zip(settings.low_load_windows, settings.low_load_rises, strict=True):
+            span = min(memory, _MEMORY_WINDOWS * width)
+            self._quiet.setdefault(span, _QuietReadings(settings.low_load_quantile, span))
+            self._scales.append((span, _Scale(width, rise, span)))
         self.leak: _LowLoadLeak | None = None
 
-    def add(self, t: float, used: float, running: float, waiting: float) -> None:
+    def add(self, t: float, used: float, running: float, waiting: float) -> bool:
+        """Take in a reading; whether it may have changed what is concluded."""
+        before = self.leak
+        if before is not None and used < 0.8 * before.floor:
+            self.leak = None  # less in use than seemed lost
         self._factor.add(t, running, used)
-        self._running.add(t, running)
-        if t - self._threshold_t >= 60:
-            self._threshold = self._running.quantile(self._settings.low_load_quantile) or 0.0
-            self._threshold_t = t
-        if waiting > 0 or running > self._threshold:
-            return
-        rest = used - max(0.0, self._factor.slope or 0.0) * running
-        self._hourly.add(t, rest)
-        self._noise.add(t, rest - self._hourly.mean)
-        for scale, rise in zip(self._scales, self._settings.low_load_rises, strict=True):
-            if scale.add(t, rest) is not None:
-                self._judge(scale, rise, t)
+        quiet = {span: readings.add(t, running) for span, readings in self._quiet.items()}
+        if waiting == 0:
+            rest = used - max(0.0, self._factor.slope or 0.0) * running
+            for span, scale in self._scales:
+                if quiet[span] and scale.add(t, rest):
+                    self.leak = scale.leak(t, self._sigmas) or self.leak
+        return self.leak is not before
 
     @property
     def windows(self) -> int:
         """How many floors there are at the finest scale."""
-        return len(self._scales[0].closed)
-
-    def _judge(self, scale: BinnedFloors, rise: float, t: float) -> None:
-        points = scale.floors()
-        floors = [value for _, value in points]
-        least = max(rise, self._settings.low_load_sigmas * self._noise.deviation)
-        if ratchet(floors, _STEPS, least, _RISE_TOLERANCE):
-            last = points[-_STEPS:]
-            self.leak = _LowLoadLeak(floors[-1], floors[-1] - floors[-_STEPS], theil_sen(last), scale.width, t)
-
-    def contradict(self, used: float) -> None:
-        """A reading below the floor: what seemed lost was not."""
-        if self.leak is not None and used < 0.8 * self.leak.floor:
-            self.leak = None
+        return len(self._scales[0][1].floors.closed)
 
 
 class KvBlockLeak:
@@ -207,13 +239,14 @@ class KvBlockLeak:
         self._standing = Standing(settings.page_hold, settings.ticket_hold)
         self._segment: int | None = None
         self._freshness = _Freshness(settings.stale_after)
-        self._finding: Finding | None = None
         self._clear()
 
     def _clear(self) -> None:
         """A new life: blocks that were lost are free again."""
         settings = self.settings
         self._standing.reset()
+        self._finding: Finding | None = None
+        self._judged = -math.inf
         self._missing = ""
         self._asleep = False
         self._connector = False
@@ -228,7 +261,7 @@ class KvBlockLeak:
         self._history = Thinned(settings.confirm_within / 60)
         self._trend: Trend | None = None
         self._low_load = _LowLoad(settings)
-        self._lowest = SlidingFloor(settings.confirm_within)
+        self._ruled_out: float | None = None  # when a reading last showed that next to nothing is lost
         self._idle_since: float | None = None
         self._idle_floor: float | None = None
         self._progress: tuple[float | None, ...] = ()
@@ -244,7 +277,6 @@ class KvBlockLeak:
         """Takes in readings of its rank; everything else tells it nothing."""
         if not isinstance(sample, RankSample):
             return
-        self._finding = None
         if sample.segment != self._segment:
             self._clear()
             self._segment = sample.segment
@@ -257,6 +289,7 @@ class KvBlockLeak:
             return
         if self._since is None:
             self._since = t
+            self._finding = None
         self._blocks = known(reading.pool.blocks)
         self._connector = sample.kv_connector
         self._running = running
@@ -266,15 +299,17 @@ class KvBlockLeak:
     def _take_in(self, t: float, used: float, running: float, waiting: float, sample: RankSample) -> None:
         self._follow_progress(t, sample.reading)
         self._undercut(used)
-        self._lowest.add(t, used)
+        if used < self.settings.ticket_share:
+            self._ruled_out = t
         self._follow_idle(t, used, running + waiting == 0)
         self._follow_wedge(t, used, running, waiting, sample.reading)
-        self._beyond_holds.add(t, used)
+        if self._holding:
+            self._beyond_holds.add(t, used)
         owned = self._most_owned(running, waiting, sample)
         if owned is not None:
             self._bound(t, used - owned, running + waiting == 0)
-        self._low_load.add(t, used, running, waiting)
-        self._low_load.contradict(used)
+        if self._low_load.add(t, used, running, waiting):
+            self._finding = None
 
     @property
     def _holding(self) -> bool:
@@ -303,6 +338,7 @@ class KvBlockLeak:
             self._reclaimed_from = max(self._reclaimed_from, self._lost)
             self._history.clear()
             self._trend = None
+        self._finding = None
         self._lost = used
 
     def _follow_idle(self, t: float, used: float, idle: bool) -> None:
@@ -346,6 +382,7 @@ class KvBlockLeak:
         else:
             return
         if sure > self._lost:
+            self._finding = None
             self._lost, self._how = sure, "idle" if idle else "more than all requests can own"
         if idle and self._history.add(t, self._lost):
             self._trend = self._growth()
@@ -375,8 +412,8 @@ class KvBlockLeak:
             return unknown("asleep")
         if self._missing:
             return unknown(self._missing)
-        if self._finding is None:
-            self._finding = self._judge(t)
+        if self._finding is None or self._wedged_since is not None or t - self._judged >= _REFRESH:
+            self._finding, self._judged = self._judge(t), t
         return self._standing.settle(t, self._finding)
 
     def _judge(self, t: float) -> Finding:
@@ -432,8 +469,7 @@ class KvBlockLeak:
 
     def _nothing_known(self, t: float) -> bool:
         """Neither a reading that rules a loss out nor enough floors."""
-        lowest = self._lowest.value(t)
-        ruled_out = lowest is not None and lowest < self.settings.ticket_share
+        ruled_out = self._ruled_out is not None and t - self._ruled_out <= self.settings.confirm_within
         return not ruled_out and self._idle_floor is None and self._low_load.windows < _STEPS
 
     def _eta(self, floor: float, trend: Trend | None) -> Eta | None:
@@ -750,6 +786,7 @@ class GpuMemoryLeak:
 
     def _begin(self) -> None:
         self._test = _GrowthTest(self.settings.bin_width, self.settings.least_steps)
+        self._finding: Finding | None = None
         self._since: float | None = None
         self._finished_before = self._load.finished
         self._ticketed: _Growth | None = None
@@ -767,6 +804,7 @@ class GpuMemoryLeak:
             if sample.asleep:
                 self._sleeps.append((sample.t, float(sample.used)))
         self._segment, self._asleep = sample.segment, sample.asleep
+        self._finding = None
         self._freshness.add(sample.t)
         self._total, self._free = sample.total, sample.free
         if sample.asleep:
@@ -782,8 +820,9 @@ class GpuMemoryLeak:
         """What stands at ``t``."""
         if reason := self._freshness.reason(t):
             return unknown(reason)
-        finding = max((self._awake(t), self._sleeping()), key=lambda one: LEVEL[one.state])
-        return self._standing.settle(t, finding)
+        if self._finding is None:
+            self._finding = max((self._awake(t), self._sleeping()), key=lambda one: LEVEL[one.state])
+        return self._standing.settle(t, self._finding)
 
     # --- awake ---------------------------------------------------------------------------------------------------
 
@@ -913,6 +952,7 @@ class HostMemoryLeak:
 
     def _begin(self, first: float) -> None:
         self._test = _GrowthTest(self.settings.bin_width, self.settings.least_steps)
+        self._finding: Finding | None = None
         self._first = first
         self._finished_before = self._load.finished
         self._anon: float | None = None
@@ -933,6 +973,7 @@ class HostMemoryLeak:
             self._standing.reset()
             self._begin(t)
             self._start = process.start
+        self._finding = None
         self._freshness.add(t)
         self._anon = known(process.anon)
         if self._anon is None:
@@ -952,8 +993,9 @@ class HostMemoryLeak:
             return unknown(reason)
         if self._anon is None:
             return unknown("the process' anonymous memory cannot be read")
-        finding = self._judge(t)
-        return self._standing.settle(t, finding)
+        if self._finding is None:
+            self._finding = self._judge(t)
+        return self._standing.settle(t, self._finding)
 
     def _judge(self, t: float) -> Finding:
         settings, evidence = self.settings, self._evidence()
