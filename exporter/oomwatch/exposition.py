@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 from prometheus_client import CollectorRegistry, Metric, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from oomwatch import __version__, textformat
 from oomwatch.detectors.base import LEVEL, Subject, numbers
@@ -104,7 +103,7 @@ class SnapshotCollector(Collector):
         for verdict in snapshot.verdicts:
             _put_verdict(page, verdict, places)
         _put_incidents(page, snapshot)
-        return (metric for metric in page.families() if metric.samples)
+        return (table for table in page.families() if table.rows)
 
 
 def registry(collector: SnapshotCollector) -> CollectorRegistry:
@@ -130,6 +129,18 @@ def render(source: CollectorRegistry, accept_header: str) -> tuple[bytes, str]:
 # --- a page in the making --------------------------------------------------------------------------------------
 
 _BY_NAME = {family.name: family for family in FAMILIES}
+# What the text format wants to know of a family, worked out once: name, help, kind, unit, name of samples, labels.
+_SHAPES = {
+    family.name: (
+        family.base_name,
+        family.help,
+        family.kind,
+        family.unit if family.unit in BASE_UNITS else "",
+        family.name,
+        family.labels,
+    )
+    for family in FAMILIES
+}
 _RATIOS = frozenset(family.name for family in FAMILIES if family.unit == "ratio")
 
 
@@ -152,16 +163,9 @@ class _Page:
         for state in states:
             self.put(name, state == present, *labels, state)
 
-    def families(self) -> Iterator[Metric]:
+    def families(self) -> Iterator[textformat.Table]:
         for name, samples in self._samples.items():
-            family = _BY_NAME[name]
-            metric = Metric(
-                family.base_name, family.help, family.kind, family.unit if family.unit in BASE_UNITS else ""
-            )
-            metric.samples = [
-                Sample(name, dict(zip(family.labels, labels, strict=True)), value) for labels, value in samples.items()
-            ]
-            yield metric
+            yield textformat.Table(*_SHAPES[name], samples)
 
 
 class _Places:
