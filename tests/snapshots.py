@@ -513,6 +513,41 @@ def troubled() -> Snapshot:
     )
 
 
+def alarming() -> Snapshot:
+    """A night with conclusions: a leak that has ended in a stuck engine, growth beside it, a lost card, a planned
+    silence, and what is not known."""
+    base = healthy()
+    serving = frozen(replace(base.engines[0], facts=replace(base.engines[0].facts, name="llama-8b")), 240)
+    fallen = lost(3)
+    verdicts = judged(
+        leaking(Subject(engine="llama-8b", rank="0")),
+        leaking(Subject(engine="llama-8b", rank="1"), "ticket"),
+        stuck(),
+        growing(Subject(engine="qwen-32b", gpu=gpu_uuid(2), pid=4713)),
+        verdict(
+            "gpu-lost",
+            "page",
+            Subject(gpu=gpu_uuid(3)),
+            since=NOW - 590,
+            confidence=0.95,
+            summary=f"{gpu_uuid(3)} has fallen off the bus (GPU_IS_LOST) since 10 min. It ran qwen-32b.",
+            evidence={"error": "GPU_IS_LOST", "lost_since": NOW - 600, "engines": ["qwen-32b"]},
+            advice=("Drain the node.", "Reboot it."),
+        ),
+        verdict(
+            "preemption-pressure",
+            "ticket",
+            Subject(engine="qwen-32b", rank="0"),
+            summary="120 preemptions for 150 requests finished within 10 min, 0.8 each.",
+            silenced="weekly batch",
+        ),
+        verdict("host-memory-leak", "unknown", Subject(engine="qwen-32b", pid=4713), reason="warming up"),
+        verdict("host-memory-leak", "unknown", Subject(engine="llama-8b", pid=4711), reason="warming up"),
+        verdict("kv-tail-waste", "clear", Subject(engine="llama-8b", rank="0")),
+    )
+    return replace(base, gpus=(*base.gpus[:3], fallen), engines=(serving, base.engines[1]), verdicts=verdicts)
+
+
 def hostile() -> Snapshot:
     """Every text that comes from outside tries to be markup."""
     markup = '<img src=x onerror="window.owned=1">'
@@ -536,4 +571,17 @@ def hostile() -> Snapshot:
         gpus=(card, replace(card, index=1, memory=Absent(markup), held=Absent(markup))),
         engines=(serving,),
         sources=(SourceView(markup, markup, False, NOW, NOW, 0.1, 1, markup),),
+        verdicts=judged(
+            verdict(
+                "kv-block-leak",
+                "page",
+                Subject(engine=markup, rank=markup),
+                summary=markup,
+                evidence={"method": markup, markup: 1, "names": [markup]},
+                advice=(markup,),
+            ),
+            verdict("engine-stuck", "page", Subject(engine=markup), summary=markup),
+            verdict("metrics-missing", "unknown", Subject(engine=markup), reason=markup),
+            verdict("budget-overrun", "ticket", Subject(engine="other"), summary=markup, silenced=markup),
+        ),
     )

@@ -14,7 +14,7 @@ from oomwatch.snapshot import Snapshot
 from tests import snapshots
 
 VOID = {"meta", "link", "br", "img", "rect", "path", "circle"}
-STATES = ["full", "troubled", "bare", "healthy", "hostile"]
+STATES = ["full", "troubled", "alarming", "bare", "healthy", "hostile"]
 
 
 class Outline(HTMLParser):
@@ -111,6 +111,49 @@ def test_what_is_wrong_comes_before_everything_else() -> None:
     text = Outline(page_of("troubled")).text
     assert text.index("4 critical and 9 warnings") < text.index("GPU 1 has fallen off the bus") < text.index("Held by")
     assert "Well until 2026-09-21 14:03:20 UTC, 10 min 2 s ago" in text
+
+
+def test_an_incident_shows_its_cause_with_numbers_and_what_it_explains() -> None:
+    text = Outline(page_of("alarming")).text
+    shown = [
+        "2 critical and 1 warning",
+        "kv-block-leak",
+        "Engine llama-8b, rank 0: 2,000 of 8,000 KV blocks (25%) belong to no request",
+        "Since2026-09-21 11:13:20 UTC, 3 h ago",
+        "Time leftabout 6 h, between 5 h and 8 h",
+        "How surenearly certain (97%)",
+        "Killerleak",
+        "Incidentllama-8b/1",
+        "What to do:Restart the engine at a quiet moment within 5 h.",
+        "floor blocks2,000",
+        "The same elsewhere:kv-block-leakEngine llama-8b, rank 1: 2,000 of",
+        "What it explains:engine-stuckEngine llama-8b: No token for 4 min",
+        "GPU 3 has fallen off the bus",
+        "Engine qwen-32b, process 4713 on GPU 2: The process has grown by 1.5 GiB",
+        "Held by",
+    ]
+    at = [text.index(words) for words in shown]
+    assert at == sorted(at)
+    assert text.count("has fallen off the bus") == 3, "in its incident and in its row, not as a problem of its own"
+    assert "is frozen" not in text
+
+
+def test_what_is_not_known_and_what_is_held_back_is_quiet_and_there() -> None:
+    page = page_of("alarming")
+    text = Outline(page).text
+    assert "Verdicts: 7 concluded, 2 not known, 1 held back by a planned silence" in text
+    assert "planned silence: weekly batchEngine qwen-32b, rank 0: 120 preemptions" in text
+    assert "host-memory-leakwarming upEngine qwen-32b, process 4713, Engine llama-8b, process 4711" in text
+    assert text.index("Held by") < text.index("Verdicts: 7 concluded")
+    assert '<details id="verdicts">' in page, "closed"
+
+
+def test_an_engine_that_works_with_an_incident_is_neither_calm_nor_broken() -> None:
+    page = page_of("alarming")
+    assert '<section class="engine warning">\n<div><h3>qwen-32b</h3><span class="state info">● ok</span>' in page
+    assert (
+        '<section class="engine critical">\n<div><h3>llama-8b</h3><span class="state critical">✖ frozen</span>' in page
+    )
 
 
 def test_devices_show_their_memory_and_who_holds_it() -> None:

@@ -241,7 +241,7 @@ class TestSources:
 # --- as data ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["full", "troubled", "bare", "healthy", "hostile"])
+@pytest.mark.parametrize("name", ["full", "troubled", "alarming", "bare", "healthy", "hostile"])
 def test_the_status_is_json_without_nan(name: str) -> None:
     plain = status(getattr(snapshots, name)(), NOW + 3)
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain

@@ -8,12 +8,22 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from oomwatch import units
+from oomwatch.conclusions import (
+    Incident,
+    confidence_text,
+    evidence_text,
+    incidents,
+    silenced,
+    statement,
+    time_left,
+    unknown_by_reason,
+)
 from oomwatch.config import Config
 from oomwatch.daemon import new_pipeline
 from oomwatch.feed import NodeFeed
 from oomwatch.observations import Absent, Maybe, Memory, RankReading, known
 from oomwatch.snapshot import EngineView, GpuView, MigView, Snapshot, devices
-from oomwatch.status import gpu_label, problems, status
+from oomwatch.status import device_labels, gpu_label, problems, status
 
 EXIT_STATUS = {"info": 0, "warning": 1, "critical": 2}
 
@@ -151,12 +161,41 @@ def _rank(rank: RankReading) -> tuple[str, ...]:
 
 def _problems(snapshot: Snapshot) -> list[str]:
     found = problems(snapshot)
+    by_id = {incident.id: incident for incident in incidents(snapshot.verdicts)}
     lines: list[str] = []
     for problem in found:
         lines.append(f"{problem.severity}: {problem.text}")
-        if problem.action:
+        if problem.incident:
+            lines += _incident(by_id[problem.incident], snapshot)
+        elif problem.action:
             lines.append(f"  {problem.action}")
-    return lines or ["Nothing is wrong."]
+    return [*(lines or ["Nothing is wrong."]), *_quiet(snapshot)]
+
+
+def _incident(incident: Incident, snapshot: Snapshot) -> Iterator[str]:
+    labels, cause = device_labels(snapshot), incident.cause
+    left = time_left(cause.eta)
+    began = f"since {units.moment(incident.since)}"
+    yield (
+        f"  {cause.name} ({cause.killer}), incident {incident.id}, {began}, {confidence_text(cause.confidence)}"
+        f"{f', time left: {left}' if left else ''}"
+    )
+    for number, action in enumerate(cause.advice, 1):
+        yield f"  {number}. {action}"
+    for name, text in evidence_text(cause, labels):
+        yield f"    {name}: {text}"
+    for title, verdicts in (("the same elsewhere", incident.causes[1:]), ("explains", incident.symptoms)):
+        for verdict in verdicts:
+            yield f"  {title}: {verdict.name}: {statement(verdict, labels)}"
+
+
+def _quiet(snapshot: Snapshot) -> Iterator[str]:
+    labels = device_labels(snapshot)
+    for verdict in silenced(snapshot.verdicts):
+        yield f"held back ({verdict.silenced}): {verdict.name}: {statement(verdict, labels)}"
+    count = sum(map(len, unknown_by_reason(snapshot.verdicts).values()))
+    if count:
+        yield f"{count} of {len(snapshot.verdicts)} verdicts are not known: most need a daemon that watches longer."
 
 
 def _reason(absent: Absent) -> str:

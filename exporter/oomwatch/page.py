@@ -13,9 +13,21 @@ from html import escape
 from importlib.resources import files
 
 from oomwatch import __version__, units
+from oomwatch.conclusions import (
+    Incident,
+    confidence_text,
+    evidence_text,
+    incidents,
+    silenced,
+    statement,
+    subject_text,
+    time_left,
+    unknown_by_reason,
+)
 from oomwatch.observations import Absent, EngineScrape, GpuPoll, Maybe, Memory, RankReading, known
 from oomwatch.snapshot import EngineView, GpuView, HeldMemory, MigView, Snapshot, SourceView
-from oomwatch.status import OLD_AFTER, Problem, gpu_label, problems
+from oomwatch.status import OLD_AFTER, Problem, device_labels, gpu_label, problems
+from oomwatch.verdicts import Verdict
 
 _STYLE = files("oomwatch").joinpath("page.css").read_text(encoding="utf-8")
 _SCRIPT = files("oomwatch").joinpath("page.js").read_text(encoding="utf-8")
@@ -91,6 +103,7 @@ def render(snapshot: Snapshot, now: float, node: str) -> str:
         _gpus_section(snapshot, now),
         _engines_section(snapshot, found, now),
         _host_section(snapshot),
+        _verdicts_section(snapshot),
         _sources_section(snapshot, now),
         _FOOTER,
     )
@@ -152,7 +165,12 @@ def _problems_section(found: tuple[Problem, ...], counts: Counter[str], snapshot
         worst, verdict = "info", "Starting"
     elif worst == "fine" and not snapshot.gpus and not snapshot.engines:
         worst, verdict = "info", "Nothing to watch: no GPU and no vLLM server here"
-    items = "\n".join(_problem(problem, now) for problem in found)
+    labels = device_labels(snapshot)
+    by_id = {incident.id: incident for incident in incidents(snapshot.verdicts)}
+    items = "\n".join(
+        _incident(problem, by_id[problem.incident], labels, now) if problem.incident else _problem(problem, now)
+        for problem in found
+    )
     return (
         f'<section aria-label="What is wrong"><p class="verdict {worst}">{_ICONS[worst]} {verdict}</p>'
         + (f'<ol class="problems">\n{items}\n</ol>' if items else "")
@@ -171,6 +189,45 @@ def _problem(problem: Problem, now: float) -> str:
         f'<li class="{problem.severity}"><span class="severity">{_ICONS[problem.severity]} {problem.severity}</span>'
         f"<strong>{escape(problem.text)}</strong>{action}{since}</li>"
     )
+
+
+def _incident(problem: Problem, incident: Incident, labels: Mapping[str, str], now: float) -> str:
+    """The worst cause with its numbers, then other causes and what all of it explains."""
+    cause = incident.cause
+    began = f"{_time(incident.since)}, {escape(units.ago(incident.since, now))}"
+    facts = [("Since", began), ("How sure", escape(confidence_text(cause.confidence)))]
+    left = time_left(cause.eta)
+    if left:
+        facts.insert(1, ("Time left", escape(left)))
+    facts.append(("Killer", escape(cause.killer)))
+    facts.append(("Incident", escape(incident.id)))
+    advice = "".join(f"<li>{escape(action)}</li>" for action in cause.advice)
+    return (
+        f'<li class="{problem.severity} incident"><span class="severity">{_ICONS[problem.severity]} '
+        f'{problem.severity}</span><span class="name">{escape(cause.name)}</span>'
+        f"<strong>{escape(problem.text)}</strong>"
+        f"<dl>{''.join(f'<div><dt>{name}</dt><dd>{value}</dd></div>' for name, value in facts)}</dl>"
+        + (f'<p class="quiet">What to do:</p><ol class="advice">{advice}</ol>' if advice else "")
+        + _numbers(cause, labels)
+        + _told_list("The same elsewhere", incident.causes[1:], labels)
+        + _told_list("What it explains", incident.symptoms, labels)
+        + "</li>"
+    )
+
+
+def _numbers(verdict: Verdict, labels: Mapping[str, str]) -> str:
+    rows = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in evidence_text(verdict, labels)
+    )
+    return f'<p class="quiet">The numbers:</p><dl class="evidence">{rows}</dl>' if rows else ""
+
+
+def _told_list(title: str, verdicts: Iterable[Verdict], labels: Mapping[str, str]) -> str:
+    items = "".join(
+        f'<li><span class="name">{escape(verdict.name)}</span>{escape(statement(verdict, labels))}</li>'
+        for verdict in verdicts
+    )
+    return f'<p class="quiet">{title}:</p><ul class="told">{items}</ul>' if items else ""
 
 
 # --- GPUs ------------------------------------------------------------------------------------------------------
@@ -341,15 +398,16 @@ def _condition(poll: GpuPoll) -> Iterator[str]:
 def _engines_section(snapshot: Snapshot, found: Iterable[Problem], now: float) -> str:
     if not snapshot.engines:
         return '<h2>Engines</h2>\n<p class="quiet">No vLLM server is known here.</p>'
-    severities = {problem.name: problem.severity for problem in found if problem.kind == "engine"}
-    labels = {gpu.uuid: gpu_label(gpu) for gpu in snapshot.gpus}
-    labels |= {mig.uuid: f"slice {mig.gi}/{mig.ci} of {gpu_label(gpu)}" for gpu in snapshot.gpus for mig in gpu.mig}
+    worst_last = reversed(tuple(problem for problem in found if problem.kind == "engine"))
+    severities = {problem.name: problem.severity for problem in worst_last}
+    labels = device_labels(snapshot)
     engines = "\n".join(_engine(engine, severities.get(engine.name, ""), labels, now) for engine in snapshot.engines)
     return f"<h2>Engines</h2>\n{engines}"
 
 
 def _engine(engine: EngineView, severity: str, labels: Mapping[str, str], now: float) -> str:
-    css = severity or ("fine" if engine.state == "ok" else "info")
+    calm = "info" if severity else "fine"  # it works, and something else is wrong with it
+    css = calm if engine.state == "ok" else severity or "info"
     state = f'<span class="state {css}">{_ICONS[css]} {escape(engine.state.replace("_", " "))}</span>'
     error = f"<span>{escape(engine.error)}</span>" if engine.error and engine.state != "ok" else ""
     facts = "".join(
@@ -463,6 +521,44 @@ def _host_section(snapshot: Snapshot) -> str:
     share = used / host.total if host.total else 0.0
     text = f"{units.size(host.available)} of {units.size(host.total)} available ({units.ratio(share)} used)"
     return f"<h2>Host memory</h2>\n{_bar([('used', share)], f'Host memory: {text}')}<p>{text}</p>"
+
+
+def _verdicts_section(snapshot: Snapshot) -> str:
+    """What is held back by plan, and what cannot be concluded: shown, and quiet."""
+    if not snapshot.verdicts:
+        return ""
+    labels = device_labels(snapshot)
+    unknown = unknown_by_reason(snapshot.verdicts)
+    planned = silenced(snapshot.verdicts)
+    count = sum(map(len, unknown.values()))
+    parts = [f"{len(snapshot.verdicts) - count} concluded", f"{count} not known"]
+    if planned:
+        parts.append(f"{len(planned)} held back by a planned silence")
+    rows = [_quiet_row(one.name, f"planned silence: {one.silenced}", statement(one, labels)) for one in planned]
+    rows += [
+        _quiet_row(name, reason, ", ".join(subject_text(one.subject, labels) for one in members))
+        for (name, reason), members in unknown.items()
+    ]
+    if not rows:
+        return f'<p class="quiet">Verdicts: {", ".join(parts[:1])}, none unknown.</p>'
+    head = "".join(f'<th scope="col" role="columnheader">{name}</th>' for name in ("Verdict", "Why", "About"))
+    return f"""<details id="verdicts">
+<summary id="verdicts-summary">Verdicts: {", ".join(parts)}</summary>
+<table role="table">
+<caption>Not known is not well: what is missing, and what is held back</caption>
+<thead><tr role="row">{head}</tr></thead>
+<tbody>
+{chr(10).join(rows)}
+</tbody>
+</table>
+</details>"""
+
+
+def _quiet_row(name: str, why: str, about: str) -> str:
+    return (
+        f'<tr role="row"><th scope="row" role="rowheader">{escape(name)}</th>'
+        f'<td role="cell">{escape(why)}</td><td role="cell">{escape(about)}</td></tr>'
+    )
 
 
 def _sources_section(snapshot: Snapshot, now: float) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from oomwatch import __version__, units
+from oomwatch.conclusions import incident_plain, incidents, statement, verdict_plain
+from oomwatch.detectors.base import LEVEL
 from oomwatch.observations import (
     HUNG,
     IMPLAUSIBLE,
@@ -29,6 +31,7 @@ from oomwatch.snapshot import (
     SourceView,
     devices,
 )
+from oomwatch.verdicts import Verdict
 
 API_VERSION = 1
 
@@ -47,7 +50,8 @@ class Problem:
 
     ``kind`` is ``node``, ``driver``, ``gpu``, ``engine`` or ``source``, ``name`` the uuid, the engine's name or the
     source's. ``since`` is unix time, the last at which all was well as far as is known; None where it is not.
-    ``text`` says what is wrong, ``action`` what to do.
+    ``text`` says what is wrong, ``action`` what to do. ``incident`` is its id where detectors have concluded it, and
+    ``since`` then when it began. ``verdicts`` are the names of those that tell of it, once they stand.
     """
 
     severity: str
@@ -56,6 +60,8 @@ class Problem:
     text: str
     action: str = ""
     since: float | None = None
+    incident: str = ""
+    verdicts: tuple[str, ...] = ()
 
 
 def problems(snapshot: Snapshot, now: float | None = None) -> tuple[Problem, ...]:
@@ -67,16 +73,86 @@ def problems(snapshot: Snapshot, now: float | None = None) -> tuple[Problem, ...
     for engine in snapshot.engines:
         found += _of_engine(engine)
     found += _of_process_lists(snapshot)
-    told = {(p.kind, p.name) for p in found}
+    told = {(p.kind, p.name) for p in found} | _subjects_of(snapshot.verdicts)
     for source in snapshot.sources:
         found += _of_source(source, snapshot, told)
     found += _of_an_empty_node(snapshot)
+    rest = [_unless_planned(p, snapshot.verdicts) for p in found if not _standing(p, snapshot.verdicts)]
+    found = [*_of_verdicts(snapshot, found), *rest]
     return tuple(sorted(found, key=lambda problem: SEVERITIES.index(problem.severity)))
+
+
+def device_labels(snapshot: Snapshot) -> dict[str, str]:
+    """Devices and slices by uuid, as people name them."""
+    labels = {gpu.uuid: gpu_label(gpu) for gpu in snapshot.gpus}
+    return labels | {
+        mig.uuid: f"slice {mig.gi}/{mig.ci} of {gpu_label(gpu)}" for gpu in snapshot.gpus for mig in gpu.mig
+    }
 
 
 def gpu_label(gpu: GpuView) -> str:
     """A device as people name it: ``GPU 2``, or its uuid while its index is not known."""
     return f"GPU {gpu.index}" if gpu.index >= 0 else gpu.uuid
+
+
+# --- what detectors conclude -----------------------------------------------------------------------------------
+
+
+def _of_verdicts(snapshot: Snapshot, seen: Iterable[Problem]) -> Iterator[Problem]:
+    """One for each incident that may alert. What is ``seen`` to be wrong at once may make it worse, and is not told
+    twice: severity is the worse of both."""
+    labels = device_labels(snapshot)
+    for incident in incidents(snapshot.verdicts):
+        if incident.silenced:
+            continue
+        same = [problem.severity for problem in seen if _standing(problem, incident.verdicts)]
+        cause = incident.cause
+        kind, name = _owner(cause)
+        yield Problem(
+            min([incident.severity, *same], key=SEVERITIES.index),
+            kind,
+            name,
+            statement(cause, labels),
+            " ".join(cause.advice),
+            incident.since,
+            incident.id,
+            tuple(dict.fromkeys(verdict.name for verdict in incident.verdicts)),
+        )
+
+
+def _owner(verdict: Verdict) -> tuple[str, str]:
+    subject = verdict.subject
+    if subject.engine is not None:
+        return "engine", subject.engine
+    return ("gpu", subject.gpu) if subject.gpu is not None else ("node", "")
+
+
+def _standing(problem: Problem, verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """The verdicts of info or more that tell the same as a problem."""
+    return [
+        verdict
+        for verdict in verdicts
+        if verdict.level >= LEVEL["info"]
+        and verdict.name in problem.verdicts
+        and problem.name in (verdict.subject.engine, verdict.subject.gpu)
+    ]
+
+
+def _unless_planned(problem: Problem, verdicts: Iterable[Verdict]) -> Problem:
+    """The problem, no more than info while a planned silence holds back a verdict that would tell of it."""
+    for verdict in verdicts:
+        if verdict.silenced and verdict.name in problem.verdicts and problem.name == _owner(verdict)[1]:
+            return replace(problem, severity="info", text=f"{problem.text} Planned silence: {verdict.silenced}.")
+    return problem
+
+
+def _subjects_of(verdicts: Iterable[Verdict]) -> set[tuple[str, str]]:
+    """Engines and devices of which a verdict says that they cannot be read."""
+    return {
+        _owner(verdict)
+        for verdict in verdicts
+        if verdict.level >= LEVEL["info"] and verdict.name in ("source-stale", "gpu-lost", "nvml-stuck")
+    }
 
 
 # --- the data as a whole ---------------------------------------------------------------------------------------
@@ -193,6 +269,12 @@ _DEVICE_TROUBLE: Mapping[str, tuple[str, str, str]] = {
         "Read oomwatch's log; if it says nothing, restart oomwatch.",
     ),
 }
+_DEVICE_VERDICTS: Mapping[str, tuple[str, ...]] = {
+    "GPU_IS_LOST": ("gpu-lost",),
+    "NOT_FOUND": ("gpu-lost",),
+    "RESET_REQUIRED": ("gpu-lost",),
+    HUNG.reason: ("nvml-stuck", "gpu-lost"),
+}
 _RECOVERY: Mapping[int, str] = {
     1: "a reset (nvidia-smi --gpu-reset)",
     2: "a reboot of the node",
@@ -209,7 +291,8 @@ def _of_gpu(gpu: GpuView) -> Iterator[Problem]:
             reason, ("warning", f"does not tell its memory ({reason})", "Run nvidia-smi and look into dmesg.")
         )
         if gpu.last_seen is not None or reason != NOT_READ.reason:
-            yield Problem(severity, "gpu", gpu.uuid, f"{label} {text}.", action, gpu.last_seen)
+            verdicts = _DEVICE_VERDICTS.get(reason, ("source-stale",))
+            yield Problem(severity, "gpu", gpu.uuid, f"{label} {text}.", action, gpu.last_seen, verdicts=verdicts)
     for mig in gpu.mig:
         if isinstance(mig.memory, Absent):
             yield Problem(
@@ -281,6 +364,7 @@ def _of_unowned_memory(gpu: GpuView, snapshot: Snapshot) -> Iterator[Problem]:
             f"{where}: {units.size(unowned)} are used by no process that the driver lists, "
             "and are missing to the engine there.",
             "Look for processes of other containers or left-over ones (fuser -v /dev/nvidia*), and stop them.",
+            verdicts=("orphan-memory",),
         )
 
 
@@ -394,6 +478,19 @@ _ENGINE_TROUBLE: Mapping[str, tuple[str, str, str, str]] = {
 }
 
 
+_DOWN = ("source-stale", "crash-loop", "runtime-oom", "startup-oom", "startup-refused")
+_ENGINE_VERDICTS: Mapping[str, tuple[str, ...]] = {
+    "frozen": ("engine-stuck",),
+    "dead": ("engine-stuck", "runtime-oom", "crash-loop"),
+    "unreachable": _DOWN,
+    "timeout": (*_DOWN, "engine-stuck"),
+    "gone": _DOWN,
+    "stats_disabled": ("metrics-missing",),
+    "not_vllm": ("metrics-missing", "source-stale"),
+    "no_address": (),
+}
+
+
 def _of_engine(engine: EngineView) -> Iterator[Problem]:
     trouble = _ENGINE_TROUBLE.get(engine.state)
     since = engine.last_progress if engine.state == "frozen" else engine.last_seen
@@ -407,6 +504,7 @@ def _of_engine(engine: EngineView) -> Iterator[Problem]:
             f"Engine {engine.name} {text}.{'' if told else f' {_sentence(engine.error)}'}",
             engine.facts.no_address or action if engine.state == "no_address" else action,
             None if engine.state in ("stats_disabled", "dead") else since,
+            verdicts=_ENGINE_VERDICTS.get(engine.state, ("source-stale",)),
         )
     elif engine.state == "unknown" and engine.last_seen is not None:
         yield Problem(
@@ -416,6 +514,7 @@ def _of_engine(engine: EngineView) -> Iterator[Problem]:
             f"Engine {engine.name} has not been asked lately: {engine.error}.",
             "Read oomwatch's log; if it says nothing, restart oomwatch.",
             since,
+            verdicts=("source-stale",),
         )
     elif engine.state in ("ok", "frozen") and engine.scrape is not None and _misses_pool(engine.scrape):
         yield Problem(
@@ -424,6 +523,7 @@ def _of_engine(engine: EngineView) -> Iterator[Problem]:
             engine.name,
             f"Engine {engine.name} answers, but its page has no usage of the KV pool, which is what to watch.",
             "Its version may be newer than oomwatch knows: update oomwatch, and report the version.",
+            verdicts=("metrics-missing",),
         )
 
 
@@ -493,7 +593,9 @@ def status(snapshot: Snapshot, now: float) -> Plain:
         "now": now,
         "snapshot_time": snapshot.t or None,
         "age_seconds": max(0.0, now - snapshot.t) if snapshot.t else None,
-        "problems": [asdict(problem) for problem in problems(snapshot, now)],
+        "problems": [_problem(problem) for problem in problems(snapshot, now)],
+        "incidents": [incident_plain(incident) for incident in incidents(snapshot.verdicts)],
+        "verdicts": [verdict_plain(verdict) for verdict in snapshot.verdicts],
         "driver": _driver(snapshot),
         "gpus": [_gpu(gpu) for gpu in snapshot.gpus],
         "engines": [_engine(engine) for engine in snapshot.engines],
@@ -503,6 +605,10 @@ def status(snapshot: Snapshot, now: float) -> Plain:
         "sources": [asdict(source) for source in snapshot.sources],
         **_values(unresolved_gpu_pids=snapshot.unresolved_gpu_pids),
     }
+
+
+def _problem(problem: Problem) -> Plain:
+    return {**asdict(problem), "verdicts": list(problem.verdicts)}
 
 
 def _values(**fields: Maybe[object]) -> Plain:

@@ -29,6 +29,7 @@ STATES = {
     "healthy": snapshots.healthy,
     "everything": snapshots.full,
     "troubled": snapshots.troubled,
+    "alarming": snapshots.alarming,
     "empty": snapshots.bare,
 }
 
