@@ -54,7 +54,10 @@ class Incidents:
     def assign(
         self, verdicts: Iterable[Verdict], devices: Mapping[str, frozenset[str]] | None = None
     ) -> tuple[Verdict, ...]:
-        """The verdicts with their incident and cause. ``devices`` has the uuids that each engine runs on."""
+        """The verdicts, fresh from the judge, with their incident and cause.
+
+        ``devices`` has the uuids that each engine runs on.
+        """
         listed = tuple(verdicts)
         standing = [verdict for verdict in listed if verdict.level >= _SYMPTOM_AT_LEAST]
         causes = {id(verdict): _cause_of(verdict, standing, devices or {}) for verdict in standing}
@@ -62,7 +65,7 @@ class Incidents:
         used: set[tuple[str, str]] = set()
         for verdict in listed:
             if id(verdict) not in causes:
-                numbered.append(replace(verdict, incident="", symptom_of=None))
+                numbered.append(verdict)
                 continue
             cause = causes[id(verdict)]
             root = _root(verdict, causes)
