@@ -12,15 +12,46 @@ from click.testing import CliRunner
 
 from oomwatch.config import Config, load, settings
 from oomwatch.detection import Thresholds
-from oomwatch.docs import DOCUMENTS, EXAMPLE, WEB_EXAMPLE, configuration_markdown, main, outdated
+from oomwatch.docs import (
+    DOCUMENTS,
+    EXAMPLE,
+    PARTS,
+    WEB_EXAMPLE,
+    configuration_markdown,
+    filled,
+    main,
+    outdated,
+)
 from oomwatch.settings import Section, described, read_yaml
+from oomwatch.verdicts import CATALOGUE
 from oomwatch.webconfig import WebConfig, load_web_config
 from tests.documents import REPOSITORY
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", [*DOCUMENTS, *PARTS])
 def test_the_document_is_up_to_date(name: str) -> None:
     assert name not in outdated(REPOSITORY / "docs"), "python -m oomwatch.docs writes it anew"
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_document_that_people_write_has_all_its_made_parts(name: str) -> None:
+    text = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
+    assert set(re.findall(r"<!-- made: (\w+) -->", text)) == set(PARTS[name])
+
+
+def test_only_what_stands_between_the_marks_is_made() -> None:
+    text = "by hand\n<!-- made: incidents -->\nold\n<!-- end -->\nby hand too\n"
+    made = filled("detection.md", text)
+    assert made.startswith("by hand\n<!-- made: incidents -->\n\n| Cause |")
+    assert made.endswith("<!-- end -->\nby hand too\n")
+    assert "old" not in made
+    assert filled("detection.md", made) == made
+
+
+def test_every_verdict_is_in_the_document_of_the_detection_by_name() -> None:
+    text = (REPOSITORY / "docs" / "detection.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^### `([a-z-]+)`$", text, re.MULTILINE)
+    assert sorted(headings) == sorted(CATALOGUE)
 
 
 def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

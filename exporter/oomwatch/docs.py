@@ -1,17 +1,24 @@
-"""Documents that are made from the code: ``python -m oomwatch.docs`` writes them, ``--check`` tells which are old."""
+"""Documents that are made from the code: ``python -m oomwatch.docs`` writes them, ``--check`` tells which are old.
+
+Some are made as a whole; in others, which people write, the parts between marks are.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import click
 
 from oomwatch.config import DEFAULT_PORT, FLAGS, OTHER_VARIABLES, PREFIX, Config
-from oomwatch.detection import Thresholds
-from oomwatch.families import metrics_markdown
+from oomwatch.detection import Thresholds, field_name
+from oomwatch.detectors.registry import KINDS
+from oomwatch.families import DERIVED, metrics_markdown
+from oomwatch.incidents import TABLE
 from oomwatch.settings import DURATION, FILE, FOLDER, SIZE, Described, Section, described, key_text
+from oomwatch.verdicts import CATALOGUE
 from oomwatch.webconfig import CIPHER_SUITES, WebConfig
 
 EXAMPLE = f"""\
@@ -291,6 +298,70 @@ def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
 
+# --- parts of documents that people write ------------------------------------------------------------------------
+
+_ABOUT = {
+    "rank": "a rank of an engine",
+    "engine": "an engine",
+    "device": "a GPU or a MIG slice",
+    "held": "a process of an engine on a device",
+    "process": "a host process of an engine",
+}
+
+
+def _verdicts_table() -> str:
+    rows = []
+    for entry in CATALOGUE.values():
+        about = [_ABOUT[kind.about] for kind in KINDS if kind.verdict == entry.name]
+        thresholds = f"[thresholds](configuration.md#detectionthresholds{field_name(entry.name)})" if about else ""
+        told = " and ".join(about) or "not concluded yet"
+        rows.append((f"`{entry.name}`", entry.killer, entry.worst, told, f"{entry.says}", thresholds))
+    return _table(("Verdict", "Killer", "At worst", "About", "Says", ""), rows)
+
+
+_SCOPES = {
+    "device": "on the same device",
+    "engine": "of the same engine",
+    "rank": "of the same rank",
+    "engine-and-devices": "of the same engine, its ranks and its devices",
+}
+
+
+def _incidents_table() -> str:
+    rows = (
+        (
+            f"`{rule.cause}`",
+            ", ".join(f"`{name}`" for name in rule.symptoms) or "every verdict",
+            _SCOPES[rule.scope],
+        )
+        for rule in TABLE
+    )
+    return _table(("Cause", "Explains", "Where"), rows)
+
+
+def _derived_table() -> str:
+    rows = (
+        (f"`{derived.family.name}`", f"`{derived.verdict}`", f"`{derived.key}`", derived.family.meaning)
+        for derived in DERIVED
+    )
+    return _table(("Metric", "Detector", "Evidence", "Meaning"), rows)
+
+
+PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "detection.md": {"verdicts": _verdicts_table, "incidents": _incidents_table, "derived": _derived_table},
+}
+"""File names in docs/ that people write, with the functions that make what stands between their marks."""
+
+
+def filled(name: str, text: str) -> str:
+    """A document with its made parts as the code has them: ``<!-- made: NAME -->`` to ``<!-- end -->``."""
+
+    def part(match: re.Match[str]) -> str:
+        return f"<!-- made: {match[1]} -->\n\n{PARTS[name][match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- made: (\w+) -->.*?<!-- end -->", part, text, flags=re.DOTALL)
+
+
 DOCUMENTS: Mapping[str, Callable[[], str]] = {
     "configuration.md": configuration_markdown,
     "metrics.md": metrics_markdown,
@@ -300,11 +371,21 @@ DOCUMENTS: Mapping[str, Callable[[], str]] = {
 
 def outdated(folder: Path) -> list[str]:
     """The documents in a folder that are missing or differ from what the code says."""
-    return [
-        name
-        for name, make in DOCUMENTS.items()
-        if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != make()
+    whole = [
+        name for name, make in DOCUMENTS.items() if not (folder / name).is_file() or _read(folder / name) != make()
     ]
+    parts = [
+        name for name in PARTS if (folder / name).is_file() and (text := _read(folder / name)) != filled(name, text)
+    ]
+    return whole + parts
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _made(name: str, path: Path) -> str:
+    return DOCUMENTS[name]() if name in DOCUMENTS else filled(name, _read(path))
 
 
 @click.command(help="Writes the documents that are made from the code.")
@@ -323,7 +404,7 @@ def main(check: bool, folder: Path) -> None:
             click.echo(f"{folder / name} is out of date: python -m oomwatch.docs writes it anew.", err=True)
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(DOCUMENTS[name](), encoding="utf-8")
+            (folder / name).write_text(_made(name, folder / name), encoding="utf-8")
             click.echo(f"{folder / name} written.")
     if check and old:
         raise SystemExit(1)
