@@ -2,12 +2,14 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from oomwatch.detectors.base import LEVEL, RankSample, State
 from oomwatch.detectors.leak import KvBlockLeak
+from oomwatch.observations import NOT_KNOWN, Pool
 from oomwatch.sources.vllm import meaning, pages
 from tests.detectors.leaking import (
     DAY,
@@ -118,6 +120,39 @@ def test_one_request_owns_at_most_the_longest_sequence(used: float, state: State
     assert watch(kv_detector(), 600, lambda t: rank.reading(t, used, running=1)).worst == state
 
 
+def test_an_older_page_without_the_pools_tokens_needs_more_room_for_doubt() -> None:
+    """A model with several kinds of attention takes blocks of each for the same token."""
+
+    def course(used: float) -> Course:
+        rank = Rank(blocks=16_000)
+
+        def sample(t: float) -> RankSample:
+            whole = rank.reading(t, used, running=1)
+            return replace(whole, reading=replace(whole.reading, pool=replace(whole.reading.pool, tokens=NOT_KNOWN)))
+
+        return watch(kv_detector(), 600, sample)
+
+    assert LEVEL[course(3000).worst] < LEVEL["info"]
+    assert course(6000).worst == "page"
+
+
+def test_a_bound_that_requests_broke_once_is_not_used_again() -> None:
+    detector, rank = kv_detector(page_hold=60, ticket_hold=60), Rank()
+    assert watch(detector, 600, lambda t: rank.reading(t, 2000, running=1)).last.state == "page"
+    watch(detector, 1200, lambda t: rank.reading(t, 0), start=600)
+    assert watch(detector, 1800, lambda t: rank.reading(t, 2000, running=1), start=1200).last.state == "clear"
+    assert watch(detector, 2400, lambda t: rank.reading(t, 1000), start=1800).last.state == "page"
+
+
+def test_a_frozen_page_with_requests_on_it_is_no_evidence() -> None:
+    """Before 0.10.2 the gauges stay where an abort that emptied the engine found them."""
+    rank = Rank(facts=type(FACTS)("llama"))
+    busy = watch(detector := kv_detector(), HOUR, lambda t: rank.reading(t, 40, running=1))
+    assert busy.last.state == "clear"
+    stuck = rank.reading(HOUR, 3900, running=1)
+    assert watch(detector, 12 * HOUR, lambda t: replace(stuck, t=t), start=HOUR, every=60).worst == "clear"
+
+
 def test_what_requests_can_own_is_not_known_without_their_longest_length() -> None:
     rank = Rank(facts=type(FACTS)("llama"))
     assert LEVEL[watch(kv_detector(), 600, lambda t: rank.reading(t, 4000, running=1)).worst] < LEVEL["info"]
@@ -198,17 +233,17 @@ def never_idle(
         lost = max(0.0, t - since) / HOUR * lost_per_hour
         return rank.reading(t, min(8000, owned + lost), running=running)
 
-    return watch(kv_detector(), days * DAY, sample, every=30)
+    return watch(kv_detector(), days * DAY, sample, every=45)
 
 
 def test_traffic_that_never_stops_is_no_leak() -> None:
-    course = never_idle(5)
+    course = never_idle(4)
     assert course.worst == "clear"
     assert course.last.state == "clear"
 
 
 def test_requests_that_grow_longer_are_no_leak() -> None:
-    assert never_idle(5, drift=lambda t: 1 + 0.3 * t / DAY).worst == "clear"
+    assert never_idle(4, drift=lambda t: 1 + 0.3 * t / DAY).worst == "clear"
 
 
 @pytest.mark.parametrize("per_hour", [100, 300])
@@ -244,10 +279,6 @@ def test_an_engine_that_is_always_full_is_unknown_until_there_are_floors() -> No
 
 
 def test_the_share_alone_will_do_where_the_number_of_blocks_is_not_known() -> None:
-    from dataclasses import replace
-
-    from oomwatch.observations import Pool
-
     rank = Rank()
 
     def sample(t: float) -> RankSample:

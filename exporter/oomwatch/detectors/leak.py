@@ -120,9 +120,13 @@ class KvBlockLeakSettings(Section):
 
 _STEPS = 4  # floors that have to rise, one after the other
 _RISE_TOLERANCE = 0.002  # of the pool: less is no rise
+_AT_IDLE = "idle"
+_BY_REQUESTS = "more than all requests can own"
 _LEAST_RISES = 3  # of what is lost for sure, to speak of growth: one loss is an accident
 _LOOK_BACK = 10  # windows among which the rising ones are looked for
 _REFRESH = 60.0  # seconds after which the numbers of a finding are made anew though nothing has changed
+_FROZEN = 120.0  # seconds without a token while requests run, after which a page does not show the present
+_GROUPS = 3  # at most, of blocks that one token takes in models with several kinds of attention
 _HOLDS = 3  # times the hold time: a floor over so long is no connector's
 _MEMORY_WINDOWS = 24  # widths of a window, among whose readings quiet ones are looked for
 _LARGEST_GAP = 120.0  # between two readings whose difference still tells how blocks follow requests
@@ -255,6 +259,7 @@ class KvBlockLeak:
         self._blocks: int | None = None
         self._lost = 0.0  # share that is lost for sure
         self._how = ""
+        self._bound_holds = True  # until blocks come back that requests seemed unable to own
         self._candidate: Point | None = None
         self._beyond_holds = SlidingFloor(_HOLDS * settings.hold_time)
         self._idle_times: deque[float] = deque()
@@ -305,6 +310,8 @@ class KvBlockLeak:
         self._follow_wedge(t, used, running, waiting, sample.reading)
         if self._holding:
             self._beyond_holds.add(t, used)
+        if running > 0 and self._moved is not None and t - self._moved > _FROZEN:
+            return  # before 0.10.2 gauges stay as they were when an abort empties the engine, and a hung one freezes
         owned = self._most_owned(running, waiting, sample)
         if owned is not None:
             self._bound(t, used - owned, running + waiting == 0)
@@ -333,7 +340,9 @@ class KvBlockLeak:
             self._candidate = (self._candidate[0], used)
         if used >= self._lost:
             return
-        if self._lost - used > max(0.05, 0.5 * self._lost):
+        if self._how == _BY_REQUESTS:
+            self._bound_holds = False
+        elif self._lost - used > max(0.05, 0.5 * self._lost):
             self._reclaims = True
             self._reclaimed_from = max(self._reclaimed_from, self._lost)
             self._history.clear()
@@ -365,7 +374,7 @@ class KvBlockLeak:
         holders = running + (waiting if deferred is None else deferred)
         if holders == 0:
             return 0.0 if waiting == 0 or not self._holding else None
-        longest = _share_of_longest(sample)
+        longest = _share_of_longest(sample) if self._bound_holds else None
         return None if longest is None else (holders + 1) * longest
 
     def _bound(self, t: float, excess: float, idle: bool) -> None:
@@ -383,7 +392,7 @@ class KvBlockLeak:
             return
         if sure > self._lost:
             self._finding = None
-            self._lost, self._how = sure, "idle" if idle else "more than all requests can own"
+            self._lost, self._how = sure, _AT_IDLE if idle else _BY_REQUESTS
         if idle and self._history.add(t, self._lost):
             self._trend = self._growth()
 
@@ -554,7 +563,11 @@ def _what_is_missing(used: float | None, running: float | None, waiting: float |
 
 
 def _share_of_longest(sample: RankSample) -> float | None:
-    """The share of the pool that one request of the longest length takes."""
+    """The most that one request takes of the pool: what vLLM says (0.24+), else by its tokens.
+
+    Where a version does not tell the pool's tokens, a model may have several kinds of attention, each with blocks of
+    its own for the same token (vllm/v1/core/kv_cache_utils.py).
+    """
     pool = sample.reading.pool
     fit: Maybe[float] = pool.max_concurrency
     concurrency = known(fit)
@@ -565,7 +578,7 @@ def _share_of_longest(sample: RankSample) -> float | None:
         return longest / tokens
     blocks, block_size = known(pool.blocks), known(pool.block_size)
     if longest and blocks and block_size:
-        return math.ceil(longest / block_size) / blocks
+        return _GROUPS * math.ceil(longest / block_size) / blocks
     return None
 
 
