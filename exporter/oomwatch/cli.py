@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -15,6 +15,7 @@ import click
 import structlog
 
 from oomwatch import __version__, logs
+from oomwatch.backtest import backtest
 from oomwatch.check import exit_status, read_once, report
 from oomwatch.config import DEFAULT_PORT, Config, check_files, effective, load, load_with_places, split_address
 from oomwatch.connections import CannotListen
@@ -23,9 +24,10 @@ from oomwatch.database import FILE
 from oomwatch.demo import SETTINGS, STORIES, TOUR, DemoFeed
 from oomwatch.feed import Feed, NodeFeed
 from oomwatch.history import default_directory
+from oomwatch.past import Past, PrometheusError, PrometheusServer
 from oomwatch.pipeline import Pipeline
 from oomwatch.record import CannotRecord, destination, parts, tap
-from oomwatch.recording import RecordingError
+from oomwatch.recording import RecordingError, unix_time
 from oomwatch.recording import read as read_recording
 from oomwatch.replay import FORMS
 from oomwatch.replay import replay as run_replay
@@ -188,27 +190,79 @@ def check(config_file: Path | None, form: str, wait: float, **given: Any) -> Non
 
 
 @main.command()
-@click.argument("file", metavar="FILE")
+@click.argument("file", metavar="[FILE]", required=False)
 @_config_file
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-def replay(file: str, config_file: Path | None, form: str) -> None:
-    """Run the detectors over a recording, with its clock, and print how the verdicts went.
+@click.option("--prometheus", metavar="URL", help="A Prometheus server that scrapes vLLM, in place of FILE.")
+@click.option(
+    "--from", "since", metavar="TIME", help="Begin: 2026-11-01T00:00:00Z, a unix time, or 7d for so long ago."
+)
+@click.option("--to", "until", metavar="TIME", default="0s", help="End, in the same forms; now by default.")
+@click.option("--engine", "engines", metavar="PATTERN", multiple=True, help="Only instances that fit, such as gpu-7:*.")
+@click.option("--step", metavar="DURATION", help="Take values this far apart instead of every scrape.")
+@click.option("--bearer-token-file", type=click.Path(), metavar="FILE", help="Token for the Prometheus server.")
+@click.option("--username", metavar="NAME", help="User name for the Prometheus server.")
+@click.option("--password-file", type=click.Path(), metavar="FILE", help="The user's password.")
+@click.option("--ca-file", type=click.Path(), metavar="FILE", help="Certificates (PEM) to trust for https.")
+def replay(
+    file: str | None,
+    config_file: Path | None,
+    form: str,
+    prometheus: str | None,
+    since: str | None,
+    until: str,
+    engines: tuple[str, ...],
+    step: str | None,
+    bearer_token_file: str | None,
+    username: str | None,
+    password_file: str | None,
+    ca_file: str | None,
+) -> None:
+    """Run the detectors over a recording, or over a Prometheus server's past, and print how the verdicts went.
 
     FILE is a recording as oomwatch record writes it, plain or gzip; - reads standard input. Thresholds come from the
     configuration. With --format json each change of a verdict's state is one JSON object on a line of its own, and the
     last line is the summary.
 
+    With --prometheus the engines' own metrics of the past are read from the server, and a backtest comes behind: how
+    often it would have alerted, what of it no restart followed, and how long before each restart it warned.
+
     \b
-    Exit status: 0 the recording was read to its end, whatever was found
+    Exit status: 0 everything was read to its end, whatever was found
                  2 it could not be, or the configuration cannot be used
     """
     config = _read(config_file, {})
+    if (file is None) == (prometheus is None):
+        _fail("give either a recording or --prometheus")
     try:
-        with read_recording(file) as recording:
-            for line in FORMS[form](run_replay(recording, config)):
-                click.echo(line)
-    except RecordingError as error:
+        if prometheus is None:
+            with read_recording(file or "-") as recording:
+                _print(FORMS[form](run_replay(recording, config), None))
+            return
+        options = ScrapeOptions(60.0, 256 * 1024**2, bearer_token_file, username, password_file, ca_file=ca_file)
+        now = time.time()
+        past = Past(PrometheusServer(prometheus, options), step=_seconds("--step", step))
+        begin, end = _moment("--from", since or "1d", now), _moment("--to", until, now)
+        _print(FORMS[form](*backtest(past, begin, end, config, engines)))
+    except (RecordingError, PrometheusError) as error:
         _fail(str(error))
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        click.echo(line)
+
+
+def _moment(flag: str, given: str, now: float) -> float:
+    """Unix time of a date, a unix time, or a duration before now."""
+    try:
+        seconds = parse_duration(given)
+    except ValueError:
+        try:
+            return unix_time(given)
+        except ValueError:
+            _fail(f"{flag} {given} is no time. Write one such as 2026-11-01T00:00:00Z, or 7d for so long ago")
+    return seconds if seconds >= 1e9 else now - seconds
 
 
 @main.command()

@@ -27,6 +27,7 @@ from oomwatch.history import History, default_directory
 from oomwatch.judge import Judge
 from oomwatch.node import Cadence, Node
 from oomwatch.observations import Observation
+from oomwatch.past import filler
 from oomwatch.pipeline import Pipeline
 from oomwatch.server import WebServer
 from oomwatch.settings import ConfigError
@@ -76,6 +77,7 @@ def history_of(config: Config, clock: Callable[[], float] = time.time) -> Histor
             "lists": cadence.process,
         },
         log_text=settings.log_text,
+        fill=filler(config),
         clock=clock,
     )
 

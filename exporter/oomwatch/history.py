@@ -57,8 +57,8 @@ _STOP_SECONDS = 5.0
 _REPLAYED_BYTES = 256 * 1024**2  # of text at most, where the state cannot be used and is made anew
 _CLOCKS_APART = 5.0
 
-Fill = Callable[[float, float], Iterable[Observation]]
-"""Observations of a stretch of time from elsewhere, for what nobody watched; empty where there are none."""
+Fill = Callable[[Iterable[EngineFacts], float, float], Iterable[Observation]]
+"""Observations of engines in a stretch of time from elsewhere, for what nobody watched."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class History:
             except Unusable as problem:
                 _log.warning("history not restored", error=str(problem))
         now = self._clock()
-        for observation in self._filled(judge.node.t, now):
+        for observation in self._filled(tuple(judge.node.facts()), judge.node.t, now):
             self._apply(judge, observation)
             self.observe(observation)
         since = judge.node.t
@@ -271,11 +271,11 @@ class History:
             kind = type(observation).__name__
             self._repeats.failed(_log, "apply", "could not fold an observation again", repr(error), kind=kind)
 
-    def _filled(self, since: float, now: float) -> Iterator[Observation]:
+    def _filled(self, engines: Iterable[EngineFacts], since: float, now: float) -> Iterator[Observation]:
         if self._fill is None:
             return
         try:
-            yield from self._fill(max(since, now - self._limits.keep), now)
+            yield from self._fill(engines, max(since, now - self._limits.keep), now)
         except Exception as error:
             _log.warning("the gap is not filled from the Prometheus server", error=str(error))
 

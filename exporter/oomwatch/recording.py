@@ -921,7 +921,7 @@ def _header(document: _Fields) -> Header:
     intervals = document.section("intervals") if document.has("intervals") else _Fields({}, "")
     engines = document.listed("engines") if document.has("engines") else []
     return Header(
-        start=_unix_time(document.text("start")) if document.has("start") else None,
+        start=_start_time(document.text("start")) if document.has("start") else None,
         note=document.optional("note", document.text) or "",
         engines=tuple(_facts(_Fields(engine, f"engines[{index}]")) for index, engine in enumerate(engines)),
         intervals={name: _positive(intervals, name) for name in intervals if intervals.has(name)},
@@ -935,11 +935,16 @@ def _positive(intervals: _Fields, name: str) -> float:
     return seconds
 
 
-def _unix_time(text: str) -> float:
+def _start_time(text: str) -> float:
     try:
-        moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+        return unix_time(text)
     except ValueError:
         raise _Malformed(f"start is {_shown(text)}, and has to be a time such as 2026-11-01T00:00:00Z") from None
+
+
+def unix_time(text: str) -> float:
+    """Unix time of a moment in ISO 8601, in UTC unless it says otherwise. Raises ValueError."""
+    moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
     return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Protocol
 
 from oomwatch import units
 from oomwatch.config import Config
@@ -227,23 +228,36 @@ def _finite(evidence: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in evidence.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
+class Report(Protocol):
+    """Something that is made of a course while its rows pass, and printed behind them."""
+
+    def following(self, course: Course) -> Iterator[Row]: ...
+
+    def lines(self, start: float) -> Iterator[str]: ...
+
+    def document(self) -> dict[str, object]: ...
+
+
 # --- for people ------------------------------------------------------------------------------------------------
 
 
-def json_lines(course: Course) -> Iterator[str]:
+def json_lines(course: Course, report: Report | None = None) -> Iterator[str]:
     """One JSON object a line; the summary comes last, and only when everything could be read."""
-    for row in course:
+    for row in course if report is None else report.following(course):
         yield json.dumps(row.document())
+    if report is not None:
+        yield json.dumps(report.document())
     yield json.dumps(course.summary.document())
 
 
-def text_lines(course: Course) -> Iterator[str]:
+def text_lines(course: Course, report: Report | None = None) -> Iterator[str]:
     """A timeline of what rose above clear and what of it cleared, then the incidents, then what stayed quiet."""
-    for row in course:
+    for row in course if report is None else report.following(course):
         if LEVEL[row.verdict.state] > LEVEL["clear"] or LEVEL[row.before or "clear"] > LEVEL["clear"]:
             yield _timeline(row, course.start)
     yield ""
     yield from _incidents(course)
+    yield from report.lines(course.start) if report is not None else ()
     yield from _quiet(course.summary)
     yield _span(course.summary)
 
@@ -299,4 +313,4 @@ def _span(summary: Summary) -> str:
     return f"{units.count(summary.observations)} observations over {units.duration(summary.seconds)}{more}"
 
 
-FORMS: Mapping[str, Callable[[Course], Iterator[str]]] = {"text": text_lines, "json": json_lines}
+FORMS: Mapping[str, Callable[[Course, Report | None], Iterator[str]]] = {"text": text_lines, "json": json_lines}
