@@ -549,7 +549,7 @@ def _run(
             for j in range(running):
                 computed[j] += new[j]
             step_tokens = engine.max_batched_tokens - budget
-            row[POOL_LIMITED] = 1.0 if blocked else 0.0
+            row[POOL_LIMITED] = 1.0 if blocked or preempting else 0.0
 
         # --- the step ends: until now a scrape saw what the one before had pushed
         now += seconds

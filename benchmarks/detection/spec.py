@@ -16,6 +16,7 @@ Lengths: TypeAlias = npt.NDArray[np.int32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 NEVER = math.inf
+DAY = 86400.0
 
 
 class EngineSpec(NamedTuple):
