@@ -2,7 +2,7 @@
 
 prometheus_client's parsers walk each line by character: 40 ms for a page of vLLM's (60 kB), 3 to 7 ms where only the
 known lines reach them, which then leaves the rest unchecked. Here one regular expression checks each line, and labels
-are taken apart only where the name is known: 2 to 3 ms for the whole page.
+are taken apart only where the name is known: 2 to 3 ms for the whole page, and 1 ms once its series have been seen.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from oomwatch.sources.vllm.names import SAMPLE_NAMES, is_vllm
@@ -24,9 +25,11 @@ _SAMPLE = rf"[ \t]*({_NAME})?[ \t]*(?:({_LABELS})[ \t]*|[ \t])[ \t]*({_NUMBER})(
 _TEXT_LINE = re.compile(rf"{_SAMPLE}[ \t]*")
 _OPENMETRICS_LINE = re.compile(rf"{_SAMPLE}(?:[ \t]+#[ \t]+{_LABELS}[ \t]+{_NUMBER}(?:[ \t]+{_NUMBER})?)?[ \t]*")
 # The same for a line as vLLM's servers write it, in a third of the time: no escapes, no odd spaces.
-_USUAL_LINE = re.compile(
-    rf'({_NAME})(\{{(?:[a-zA-Z_][a-zA-Z0-9_]*="[^"\\]*"(?:,(?=[a-zA-Z_])|(?=\}})))*\}})? ({_NUMBER})'
-)
+_USUAL = rf'({_NAME})(\{{(?:[a-zA-Z_][a-zA-Z0-9_]*="[^"\\]*"(?:,(?=[a-zA-Z_])|(?=\}})))*\}})?'
+_USUAL_LINE = re.compile(rf"{_USUAL} ({_NUMBER})")
+_USUAL_SERIES = re.compile(_USUAL)
+_NUMBER_ALONE = re.compile(_NUMBER)
+_LONGEST_REMEMBERED = 512  # characters of a line
 _ONE_LABEL = re.compile(rf"(?:([a-zA-Z_][a-zA-Z0-9_]*)|({_STRING}))(?:[ \t]*=[ \t]*({_STRING}))?")
 _SERIES = re.compile(rf"({_NAME})?({_LABELS})?")
 _ESCAPE = re.compile(r'\\([\\n"])')
@@ -119,6 +122,12 @@ def _read_lines(lines: list[str], grammar: re.Pattern[str], openmetrics: bool) -
             elif openmetrics and line == "# EOF":
                 raise PageError("not_metrics", f"line {number} is # EOF, but the page goes on: two pages in one")
             continue
+        if len(line) <= _LONGEST_REMEMBERED:
+            series, _, number_text = line.rpartition(" ")
+            stranger = _stranger(series)
+            if stranger and _NUMBER_ALONE.fullmatch(number_text):
+                names.add(stranger)
+                continue
         match = _USUAL_LINE.fullmatch(line) or grammar.fullmatch(line)
         if match is None:
             if not line.strip(" \t"):
@@ -138,8 +147,24 @@ def _read_lines(lines: list[str], grammar: re.Pattern[str], openmetrics: bool) -
     return Page(_unique(known), frozenset(names))
 
 
+@lru_cache(16384)
+def _stranger(series: str) -> str:
+    """The name in a series of the usual form that is none of ours; else empty.
+
+    Nine in ten lines of a page are such, buckets mostly, and the same ones at each scrape: only their number is new.
+    """
+    match = _USUAL_SERIES.fullmatch(series)
+    return match[1] if match is not None and match[1] not in SAMPLE_NAMES else ""
+
+
 def _sample(name: str | None, braces: str | None, value: float) -> Sample:
     """Take a matched line apart. Raises ValueError where a label is given twice or the metric has no name."""
+    short = len(braces or "") <= _LONGEST_REMEMBERED
+    named, labels = _remembered_parts(name, braces) if short else _parts(name, braces)
+    return Sample(named + (braces or ""), SAMPLE_NAMES.get(named, named), labels, value)
+
+
+def _parts(name: str | None, braces: str | None) -> tuple[str, Mapping[str, str]]:
     labels: dict[str, str] = {}
     if braces:
         for bare, quoted, text in _ONE_LABEL.findall(braces):
@@ -154,7 +179,10 @@ def _sample(name: str | None, braces: str | None, value: float) -> Sample:
             labels[label] = _unquote(text)
     if not name:
         raise ValueError("the metric has no name")
-    return Sample(name + (braces or ""), SAMPLE_NAMES.get(name, name), labels, value)
+    return name, labels
+
+
+_remembered_parts = lru_cache(4096)(_parts)
 
 
 def _unquote(text: str) -> str:
