@@ -409,7 +409,8 @@ class Node:
         return self._attribution_made
 
     def _live_processes(self) -> dict[int, HostProcess]:
-        return {pid: process for pid, process in self._processes.items() if self._fresh(process.t, "host")}
+        limit = self._cadence.limit("host")
+        return {pid: process for pid, process in self._processes.items() if self._t - process.t <= limit}
 
     def _unresolved(self, gpus: Iterable[GpuView]) -> Maybe[int]:
         if not any(self._fresh(process.t, "host") for process in self._processes.values()):

@@ -24,7 +24,7 @@ from oomwatch.sources.listeners import (
     same_network,
     socket_inodes,
 )
-from oomwatch.sources.proc import PROC, ProcessEntry, ProcessTable, ancestors, descendants, read_bytes
+from oomwatch.sources.proc import PROC, ProcessEntry, ProcessTable, ancestors, children_of, descendants, read_bytes
 from oomwatch.sources.vllm_command import ServerCommand, parse_server, server_arguments
 
 _log = structlog.get_logger(__name__)
@@ -121,11 +121,12 @@ class Discovery:
             for entry in entries.values()
             if entry.argv and (command := self._command(entry)) is not None
         }
+        children = children_of(entries)
         servers: list[_Server] = []
         for pid, command in sorted(commands.items()):
             if any(parent in commands for parent in ancestors(entries, pid)):
                 continue  # a child that has not set its title yet
-            tree = descendants(entries, [pid])
+            tree = descendants(entries, [pid], children)
             if command.multi_port:
                 servers.extend(_rank_servers(entries, tree, command))
             else:

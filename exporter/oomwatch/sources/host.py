@@ -15,6 +15,7 @@ from oomwatch.sources.proc import (
     PROC,
     ProcessTable,
     Stat,
+    children_of,
     descendants,
     read_arguments,
     read_bytes,
@@ -118,9 +119,10 @@ class HostSource:
 
     def _read_processes(self, t: float, engines: Mapping[str, Collection[int]], gpu_pids: Collection[int]) -> None:
         entries = self._table.refresh()
+        children = children_of(entries)
         owner: dict[int, str] = {}
         for engine, roots in engines.items():
-            for pid in descendants(entries, roots):
+            for pid in descendants(entries, roots, children):
                 owner.setdefault(pid, engine)
         # Elsewhere than in the host's pid namespace a GPU's pid would name some other process of the container.
         listed = set(gpu_pids) if sees_host_pids(self._proc) else set()
