@@ -34,7 +34,10 @@ def oomwatch(node: Node, interval: float) -> Iterator[Watcher]:
     folder = _folder(node, "oomwatch")
     intervals = {"gpu": interval, "scrape": interval, "discovery": interval}
     slower = {"host": min(2 * interval, 3600), "processes": 4 * interval}
-    config = {"intervals": {name: f"{seconds:g}s" for name, seconds in (intervals | slower).items()}}
+    config = {
+        "intervals": {name: f"{seconds:g}s" for name, seconds in (intervals | slower).items()},
+        "history": {"directory": str(folder)},
+    }
     with node.driver(folder.name) as sim:
         daemon = OomwatchDaemon(folder, config, environment=environment(node.library, sim))
         with daemon:
