@@ -432,6 +432,16 @@ class TestOrphanMemory:
         assert scene.poll(4 * MINUTE).state == "ticket"
         assert scene.poll(2 * MINUTE).state == "clear"
 
+    def test_a_neighbour_that_comes_and_goes_is_one_ticket(self) -> None:
+        """A trainer takes the card while the engine sleeps, and keeps a little between its steps."""
+        scene = self.scene()
+        states = set()
+        for step in range(8):
+            self.add(scene, held(77, 18.0 if step % 2 == 0 else 0.5, STRANGER, "trainer"))
+            states.add(scene.poll(20 * MINUTE).state)
+        assert states == {"ticket"}
+        assert scene.poll(HOUR).state == "clear"
+
     def test_named_neighbours_are_silent(self) -> None:
         scene = self.scene()
         self.add(scene, held(77, 30.0, NEIGHBOUR))
@@ -524,7 +534,7 @@ class TestOrphanMemory:
         scene.engines, scene.state = (), ""
         scene.processes, scene.used = (held(77, 30.0, STRANGER),), 30.0
         assert scene.poll(30 * MINUTE).state == "ticket"
-        assert scene.poll(HOUR).state == "unknown"
+        assert scene.poll(2 * HOUR).state == "unknown"
 
     @pytest.mark.parametrize("reason", [IMPLAUSIBLE, MIG_ENABLED, Absent("NO_PERMISSION"), Absent("HUNG")])
     def test_a_list_that_cannot_be_read_or_be_true_is_unknown(self, reason: Absent) -> None:

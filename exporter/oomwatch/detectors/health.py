@@ -60,7 +60,7 @@ class GpuLostSettings(Section):
 
 
 class GpuLost:
-    """A device fell off the bus, is counted no more, or asks for a reset. About 1 KiB."""
+    """A device fell off the bus, is counted no more, or asks for a reset. About 4 KiB."""
 
     verdict = "gpu-lost"
 
@@ -125,7 +125,7 @@ class NvmlStuckSettings(Section):
 
 
 class NvmlStuck:
-    """A driver call about a device has not returned. About 1 KiB."""
+    """A driver call about a device has not returned. About 4 KiB."""
 
     verdict = "nvml-stuck"
 
@@ -189,7 +189,7 @@ class SourceStaleSettings(Section):
 
 
 class SourceStale:
-    """No fresh sample of a device, or of an engine's page, for three of its own intervals. About 1 KiB.
+    """No fresh sample of a device, or of an engine's page, for three of its own intervals. About 3 KiB.
 
     A found engine that has ended is no source any more; a configured one is expected back.
     """
@@ -247,11 +247,10 @@ class SourceStale:
         self._first = sample.t if self._first is None else self._first
         self._pace.seen(sample.t)
         self._found = sample.facts.origin == "discovery"
-        for pid in sample.pids if sample.state in ANSWERED else ():
-            self._lives(sample.t, pid)
         self._why = "" if sample.state in ANSWERED else sample.error or sample.state.replace("_", " ")
         if sample.state in ANSWERED:
             self._fresh, self._started, self._ended = sample.t, None, None
+            self._pids = set(sample.pids)
         elif sample.state == "gone":
             self._pids.clear()
             self._ended = sample.t if self._ended is None else self._ended
@@ -339,7 +338,7 @@ class _Missing:
 
 
 class MetricsMissing:
-    """The engine answers, and series that the verdicts need are not on its page. About 1 KiB.
+    """The engine answers, and series that the verdicts need are not on its page. About 5 KiB.
 
     Some front ends never show the pool's size (the Rust one; 0.8's "None"): that is a hint.
     """

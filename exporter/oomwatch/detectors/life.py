@@ -222,7 +222,7 @@ class StartupOomSettings(Section):
 class StartupOom:
     """The engine's starts fail, as far as pages and processes tell: its memory climbs and vanishes without a page.
 
-    Without the log the cause is not known, and the evidence says so. About 12 KiB.
+    Without the log the cause is not known, and the evidence says so. About 10 KiB.
     """
 
     verdict = "startup-oom"
@@ -326,7 +326,7 @@ class CrashLoop:
 
     A life ends when the engine's page is refused for a minute or its processes end; a start that fails is one as well.
     Not counted is an end after which another version or other settings came up, and of a series of failed starts the
-    stop before it. Ends of an engine without work look like stops: those alone never page. About 14 KiB.
+    stop before it. Ends of an engine without work look like stops: those alone never page. About 10 KiB.
     """
 
     verdict = "crash-loop"

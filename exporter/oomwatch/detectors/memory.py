@@ -44,7 +44,7 @@ def _usable_total(memory: Memory) -> int:
 
 
 class _Device:
-    """A device and the engines on it, as detectors of free memory need them; about 2 KiB and 1 KiB an engine."""
+    """A device and the engines on it, as detectors of free memory need them; about 4 KiB and 1 KiB an engine."""
 
     def __init__(self) -> None:
         self.sample: DeviceSample | None = None
@@ -135,7 +135,7 @@ class MarginThin:
     """From the start the free memory left is thinner than what a forward pass may ask for.
 
     The floor of free memory since the engine became ready, up to the end of its warm-up: what is lost later is
-    headroom-low's. A standing hint, once per start. About 3 KiB and 1 KiB an engine on the device.
+    headroom-low's. A standing hint, once per start. About 8 KiB with one engine on the device.
     """
 
     verdict = "margin-thin"
@@ -243,7 +243,7 @@ class HeadroomLow:
     """Free memory has fallen below what the engines on the device have lived with.
 
     The level is the floor of free memory from their start (or wake-up) to the end of their warm-up; an engine that
-    was set to live low has a low level, and this stays silent. About 4 KiB and 1 KiB an engine on the device.
+    was set to live low has a low level, and this stays silent. About 10 KiB with one engine on the device.
     """
 
     verdict = "headroom-low"
@@ -378,7 +378,7 @@ class BudgetOverrun:
 
     What the engine sees is the driver's total less the driver's reserve; where that is unknown the total counts, so
     that the overrun is the smaller of the two. An engine that is asleep, starting, or whose kv_cache_memory_bytes is
-    set has no budget. About 2 KiB and 300 bytes a device.
+    set has no budget. About 6 KiB and 300 bytes a device.
     """
 
     verdict = "budget-overrun"
@@ -535,8 +535,13 @@ class OrphanMemorySettings(Section):
         ge=0,
         description="The same for a process whose memory still changes, as it does while a model loads.",
     )
+    gone_hold: Duration = Field(
+        default=300.0, ge=0, description="How long a ticket stands after the processes that held it have left."
+    )
     ticket_hold: Duration = Field(
-        default=300.0, ge=0, description="How long a ticket stands after the memory was given back."
+        default=3600.0,
+        ge=0,
+        description="The same while they are still there with less: a trainer between its steps comes back.",
     )
 
 
@@ -570,7 +575,7 @@ class OrphanMemory:
     """Device memory is held by no known engine: neighbours, zombies, workers of engines that have died.
 
     An engine that answers holds memory somewhere: where none of its processes is known, the largest piece without an
-    owner may be its own, and only the rest counts. About 4 KiB, and 300 bytes a process on the device.
+    owner may be its own, and only the rest counts. About 5 KiB, and 700 bytes a process on the device.
     """
 
     verdict = "orphan-memory"
@@ -581,6 +586,8 @@ class OrphanMemory:
         self._services = Services()
         self._pace = Pace()
         self._standing = Standing(ticket_s=settings.ticket_hold)
+        self._raised: frozenset[int] = frozenset()  # pids of the ticket that stands
+        self._left: float | None = None  # since when none of them is there any more
         self._listed: tuple[HeldProcess, ...] | None = None
         self._unreadable = ""
         self._strangers: dict[int, _Stranger] = {}
@@ -642,7 +649,14 @@ class OrphanMemory:
 
     def conclude(self, t: float) -> Finding:
         """Add up what has no owner."""
-        return self._standing.settle(t, self._now(t))
+        now = self._now(t)
+        if now.state == "clear" and not self._raised & self._strangers.keys():
+            self._left = t if self._left is None else self._left
+            if t - self._left > self.settings.gone_hold:
+                self._standing.reset()
+        else:
+            self._left = None
+        return self._standing.settle(t, now)
 
     def _now(self, t: float) -> Finding:
         if self._unreadable:
@@ -711,6 +725,7 @@ class OrphanMemory:
 
     def _finding(self, total: int, orphans: list[_Piece]) -> Finding:
         listed = [piece for piece in orphans if piece.pid is not None]
+        self._raised = frozenset(piece.pid for piece in listed if piece.pid is not None)
         unlisted = sum(piece.used for piece in orphans if piece.pid is None)
         evidence: dict[str, float | int | str | list[int] | list[str]] = {
             "orphan_bytes": total,
