@@ -177,6 +177,15 @@ class TestVersions:
         assert "send it one request" not in told("kv-block-leak", facts("0.10.2"))
 
 
+def test_an_engine_that_grows_from_sleep_to_sleep_is_not_told_what_sleep_mode_forbids() -> None:
+    assert "expandable_segments" not in told("gpu-memory-leak", evidence={"sleeps": 3})
+
+
+def test_a_silent_engine_is_told_what_fits_its_silence() -> None:
+    assert "nothing does now" in told("source-stale", evidence={"reason": "connection refused"})
+    assert "raise its timeout" in told("source-stale", evidence={"reason": "no answer within 5 s"})
+
+
 def test_the_error_s_hint_is_contradicted_where_memory_was_short() -> None:
     assert "its hint does not help" in told("runtime-oom", killer="capacity")
     assert "expandable_segments" not in told("runtime-oom", killer="capacity")

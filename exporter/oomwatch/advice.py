@@ -232,14 +232,16 @@ def _preemption_pressure(case: _Case) -> Iterator[str]:
 
 
 def _fewer_at_once(case: _Case) -> Iterator[str]:
-    if case.has(_WATERMARK) is not False:
+    watermark = case.has(_WATERMARK) is not False
+    if watermark:
         yield (
             "At the next restart set the scheduler's watermark to 0.02: new requests are let in later, and far fewer "
             f"running ones are thrown out{case.since(_WATERMARK)}."
         )
     running = case.number("running")
     bound = f" to about {running:.0f}, as many as run now" if running is not None and running >= 2 else ""
-    yield f"Or lower --max-num-seqs{bound}: the rest waits in the queue instead of being computed twice."
+    lower = "Or lower" if watermark else "At the next restart lower"
+    yield f"{lower} --max-num-seqs{bound}: the rest waits in the queue instead of being computed twice."
 
 
 def _admission_stall(case: _Case) -> Iterator[str]:
@@ -360,7 +362,9 @@ def _kv_block_leak(case: _Case) -> Iterator[str]:
 def _gpu_memory_leak(case: _Case) -> Iterator[str]:
     when = case.before()
     yield (f"Let it finish its requests and restart it{when or ' at a quiet moment'}: that gives all of it back.")
-    if case.expandable:
+    if case.number("sleeps"):
+        yield "What is left after each sleep adds up: have whatever sends it to sleep restart it every so many times."
+    elif case.expandable:
         yield f"To learn which it is, {case.expandable}: if the growth ends, it was fragmentation."
     yield "Look what came with the growth: multimodal requests, new LoRA adapters, sleep and wake-up, longer prompts."
     if not case.pages:
@@ -391,7 +395,10 @@ def _metrics_missing(case: _Case) -> Iterator[str]:
 def _source_stale(case: _Case) -> Iterator[str]:
     if case.facts is not None:
         yield "Look whether its process runs, and read the end of its log."
-        yield "If it runs and is only slow to answer, raise its timeout in the configuration."
+        if "refused" in case.text("reason"):
+            yield "If it runs, look whether it listens at the address that oomwatch asks: nothing does now."
+        else:
+            yield "If it runs and is only slow to answer, raise its timeout in the configuration."
     else:
         yield "Run nvidia-smi on the node and look for Xid lines in dmesg."
     yield "If all of that is well, read oomwatch's own log."
