@@ -74,15 +74,15 @@ def test_a_lost_device_explains_everything_about_it() -> None:
     lost = verdict("gpu-lost", DEVICE, "page")
     held = verdict("gpu-memory-leak", Subject(engine="llm", gpu="GPU-1", pid=7))
     assert assigned(lost, held, verdict("headroom-low", DEVICE)) == [
-        ("GPU-1/1", None),
-        ("GPU-1/1", "gpu-lost"),
-        ("GPU-1/1", "gpu-lost"),
+        ("llm/1", None),
+        ("llm/1", "gpu-lost"),
+        ("llm/1", "gpu-lost"),
     ]
 
 
 def test_a_lost_device_explains_the_engine_that_ran_on_it() -> None:
     lost, stale = verdict("gpu-lost", DEVICE, "page"), verdict("source-stale", LLM)
-    assert assigned(lost, stale)[1] == ("GPU-1/1", "gpu-lost")
+    assert assigned(lost, stale)[1] == ("llm/1", "gpu-lost")
     assert assigned(lost, stale, on={"llm": frozenset({"GPU-9"})})[1] == ("llm/1", None)
 
 
@@ -90,6 +90,17 @@ def test_an_engines_cause_explains_what_its_devices_show() -> None:
     leak = verdict("gpu-memory-leak", Subject(engine="llm", gpu="GPU-1", pid=7))
     assert assigned(leak, verdict("headroom-low", DEVICE))[1] == ("llm/1", "gpu-memory-leak")
     assert assigned(leak, verdict("headroom-low", Subject(gpu="GPU-9")))[1] == ("GPU-9/1", None)
+
+
+class TestNames:
+    def test_the_devices_of_one_engine_are_one_incident_of_its(self) -> None:
+        low = [verdict("headroom-low", Subject(gpu=gpu)) for gpu in ("GPU-1", "GPU-2")]
+        assert assigned(*low) == [("llm/1", None), ("llm/1", None)]
+
+    def test_a_device_that_engines_share_names_its_own(self) -> None:
+        on = {**ON, "other": frozenset({"GPU-1"})}
+        assert assigned(verdict("headroom-low", DEVICE), on=on) == [("GPU-1/1", None)]
+        assert assigned(verdict("headroom-low", DEVICE), on={}) == [("GPU-1/1", None)]
 
 
 class TestOverTime:

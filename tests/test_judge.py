@@ -24,6 +24,7 @@ from oomwatch.node import Cadence, Node
 from oomwatch.observations import (
     NOT_READ,
     Absent,
+    DriverReport,
     EngineFacts,
     EngineScrape,
     EngineUpdate,
@@ -186,6 +187,22 @@ class TestWhoIsTold:
     def test_what_was_about_a_process_that_ended_is_over(self) -> None:
         court = Court("held").hear(FACTS, poll(5, GpuProcess(100, GIB)), poll(15))
         assert court.witnesses() == {}
+
+    def test_a_device_that_was_given_back_on_request_that_it_was(self) -> None:
+        court = Court("device").hear(poll(5), DriverReport(10, "released"))
+        samples = [s for s in court.told(DEVICE, DeviceSample) if isinstance(s, DeviceSample)]
+        assert [sample.memory for sample in samples] == [MEMORY, Absent("RELEASED")]
+
+    def test_nobody_of_a_slice_that_was_destroyed(self) -> None:
+        mig = MigInstance("MIG-1", 1, 0, MEMORY, ())
+        sliced = replace(poll(5), mig=(mig,), mig_enabled=True)
+        court = Court("device").hear(sliced, replace(poll(15), mig_enabled=True))
+        assert list(court.witnesses()) == [DEVICE]
+
+    def test_an_engine_that_its_processes_have_ended(self) -> None:
+        court = Court("engine").hear(FACTS, scrape(10, rank()), replace(FACTS, t=15, gone=True))
+        states = [s.state for s in court.told(LLM, EngineSample) if isinstance(s, EngineSample)]
+        assert states == ["ok", "gone"]
 
     def test_nobody_of_an_engine_that_left_the_configuration(self) -> None:
         court = Court("rank", "engine").hear(FACTS, scrape(10, rank()), TargetRemoved(11, "vllm", "llm"))

@@ -212,6 +212,13 @@ class TestHolders:
         snapshot = fold(self.facts, worker, poll(0, GpuProcess(101, 50 * GIB)), gone)
         assert self.held(snapshot) == {Holder("unknown"): 50 * GIB}
 
+    def test_an_engine_that_starts_again_in_its_container_is_known_at_once(self) -> None:
+        first = HostProcess(0, 100, 0, 1, 1, "python3", container="c1")
+        second = replace(first, t=20, pid=200, start=19)
+        before = (self.facts, first, poll(0, GpuProcess(100, GIB)))
+        snapshot = fold(*before, ProcessGone(10, 100), second, poll(20, GpuProcess(200, GIB)))
+        assert self.held(snapshot) == {Holder("engine", "llm"): GIB}
+
     def test_where_no_list_can_be_read_an_engines_memory_is_absent_not_zero(self) -> None:
         unreadable = replace(poll(0), processes=Absent("NO_PERMISSION"))
         assert engine(fold(self.facts, unreadable)).gpu_memory == Absent("NO_PERMISSION")

@@ -51,14 +51,20 @@ class Attribution:
     """
 
     def __init__(
-        self, engines: Iterable[EngineFacts], processes: Mapping[int, HostProcess], neighbours: Iterable[Neighbour] = ()
+        self,
+        engines: Iterable[EngineFacts],
+        processes: Mapping[int, HostProcess],
+        neighbours: Iterable[Neighbour] = (),
+        containers: Mapping[str, str] | None = None,
     ) -> None:
+        """``containers`` has the engine of each container that once held exactly one's: a restart stays in it."""
         facts = tuple(engines)
         self._processes = processes
         self._neighbours = tuple(neighbours)
         self._names = frozenset(engine.name for engine in facts)
         self._by_pid = {pid: engine.name for engine in facts for pid in engine.pids or ()}
-        self._by_container = self._engines_of_containers()
+        remembered = {id_: name for id_, name in (containers or {}).items() if name in self._names}
+        self.containers: Mapping[str, str] = self._engines_of_containers(remembered)
 
     def holder(self, pid: int) -> Holder:
         """Who holds what ``pid`` holds."""
@@ -68,7 +74,7 @@ class Attribution:
             for neighbour in self._neighbours:
                 if neighbour.owns(process):
                     return Holder("neighbour", neighbour.name)
-            engine = self._by_container.get(process.container or "")
+            engine = self.containers.get(process.container or "")
         return UNKNOWN if engine is None else Holder("engine", engine)
 
     def held(self, process: GpuProcess) -> HeldProcess:
@@ -94,14 +100,15 @@ class Attribution:
             current = process.ppid if process is not None else None
         return None
 
-    def _engines_of_containers(self) -> dict[str, str]:
-        """Containers with processes of exactly one engine."""
+    def _engines_of_containers(self, remembered: Mapping[str, str]) -> dict[str, str]:
+        """Containers with processes of exactly one engine; of none now, the one remembered."""
         engines: dict[str, set[str]] = {}
         for pid, process in self._processes.items():
             engine = self._direct(pid)
             if engine is not None and process.container is not None:
                 engines.setdefault(process.container, set()).add(engine)
-        return {container: names.pop() for container, names in engines.items() if len(names) == 1}
+        kept = {container: engine for container, engine in remembered.items() if container not in engines}
+        return {**kept, **{container: names.pop() for container, names in engines.items() if len(names) == 1}}
 
 
 def held_memory(processes: Iterable[HeldProcess]) -> Maybe[tuple[HeldMemory, ...]]:

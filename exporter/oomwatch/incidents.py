@@ -69,7 +69,7 @@ class Incidents:
                 continue
             cause = causes[id(verdict)]
             root = _root(verdict, causes)
-            key = (_owner(root.subject), root.name)
+            key = (_owner(root.subject, devices or {}), root.name)
             used.add(key)
             incident = self._open.get(key) or self._new(key)
             numbered.append(replace(verdict, incident=incident, symptom_of=cause.name if cause else None))
@@ -123,8 +123,9 @@ def _about_the_same(scope: Scope, cause: Subject, symptom: Subject, devices: Map
     return same_engine or on_its_devices
 
 
-def _owner(subject: Subject) -> str:
-    """Whom an incident is named after."""
+def _owner(subject: Subject, devices: Mapping[str, frozenset[str]]) -> str:
+    """Whom an incident is named after: an engine, its own or the only one of its device; else the device."""
     if subject.engine is not None:
         return subject.engine
-    return subject.gpu or subject.host or "node"
+    engines = [engine for engine, uuids in devices.items() if subject.gpu in uuids]
+    return engines[0] if len(engines) == 1 else subject.gpu or subject.host or "node"

@@ -25,12 +25,14 @@ from oomwatch.detectors.base import (
     Subject,
     unknown,
 )
+from oomwatch.detectors.health import RELEASED
 from oomwatch.detectors.registry import KINDS, About, Kind
 from oomwatch.incidents import Incidents
 from oomwatch.node import Node
 from oomwatch.observations import (
     NOT_READ,
     Absent,
+    DriverReport,
     EngineFacts,
     EngineScrape,
     EngineUpdate,
@@ -115,6 +117,7 @@ class Memory:
     lives: dict[str, Life] = field(default_factory=dict)
     seats: dict[Key, list[Seat]] = field(default_factory=dict)
     incidents: Incidents = field(default_factory=Incidents)
+    slices: dict[str, frozenset[str]] = field(default_factory=dict)  # MIG uuids by parent, of its latest poll
 
 
 @dataclass
@@ -183,7 +186,9 @@ class Judge:
             case ProcessGone() if holder is not None:
                 self._ended(observation.pid, holder)
             case EngineUpdate() if observation.gone:
-                self._life(observation.facts.name).away = True
+                self._gone(observation.facts.name)
+            case DriverReport() if observation.state == "released":
+                self._released()
             case TargetRemoved():
                 self._removed(observation)
             case Gap():
@@ -235,6 +240,14 @@ class Judge:
                 life.last[reading.rank] = t
         self._tell_engine(sample)
 
+    def _gone(self, engine: str) -> None:
+        life = self._life(engine)
+        life.away = True
+        facts = self.node.engine(engine).facts
+        self._tell_engine(
+            EngineSample(self.node.t, engine, "gone", "", facts, (), life.segment, life.segment_start, pids=())
+        )
+
     def _follow(self, life: Life, scrape: EngineScrape, restarts: int, t: float) -> None:
         signature = _signature(scrape)
         restarted = restarts != life.restarts or life.away
@@ -273,8 +286,25 @@ class Judge:
     # --- devices ---------------------------------------------------------------------------------------------
 
     def _polled(self, uuid: str) -> None:
-        for view in devices((self.node.gpu(uuid),)):
+        gpu = self.node.gpu(uuid)
+        slices = frozenset(mig.uuid for mig in gpu.mig)
+        for gone in self.memory.slices.get(uuid, frozenset()) - slices:
+            self._forget_device(gone)
+        self.memory.slices[uuid] = slices
+        for view in devices((gpu,)):
             self._device(view)
+
+    def _released(self) -> None:
+        """Devices that nobody reads because somebody asked for it are not silent."""
+        for key, seats in self.memory.seats.items():
+            if key[0] == "device":
+                self._tell(seats, DeviceSample(self.node.t, key[2], Absent(RELEASED), NOT_READ, (), {}))
+
+    def _forget_device(self, uuid: str) -> None:
+        self.memory.seats = {key: seats for key, seats in self.memory.seats.items() if key[2] != uuid}
+        self._listed.pop(uuid, None)
+        for on in self._devices_of.values():
+            on.discard(uuid)
 
     def _device(self, view: GpuView | MigView) -> None:
         t = self.node.t
@@ -363,9 +393,12 @@ class Judge:
             self._tell(seats, resumed)
 
     def _removed(self, removed: TargetRemoved) -> None:
-        place = {"vllm": 1, "nvml": 2}.get(removed.source)
-        if place is not None:
-            self.memory.seats = {k: s for k, s in self.memory.seats.items() if k[place] != removed.target}
+        if removed.source == "vllm":
+            self.memory.seats = {key: seats for key, seats in self.memory.seats.items() if key[1] != removed.target}
+            self._devices_of.pop(removed.target, None)
+        elif removed.source == "nvml":
+            for uuid in (removed.target, *self.memory.slices.pop(removed.target, ())):
+                self._forget_device(uuid)
 
     # --- concluding ------------------------------------------------------------------------------------------
 

@@ -163,6 +163,7 @@ class Node:
         self._processes: dict[int, HostProcess] = {}
         self._host: HostMemory | None = None
         self._sources: dict[tuple[str, str], SourceView] = {}
+        self._containers: Mapping[str, str] = {}  # engine by container
         self._attribution_made: Attribution | None = None  # None: what it was made from has changed
 
     # --- what a judge asks -----------------------------------------------------------------------------------
@@ -236,6 +237,7 @@ class Node:
                     self._attribution_made = None
                 self._processes[observation.pid] = observation
             case ProcessGone():
+                self._attribution()  # whose container it was is remembered beyond its end
                 self._processes.pop(observation.pid, None)
                 self._attribution_made = None
             case HostMemory():
@@ -405,7 +407,10 @@ class Node:
 
     def _attribution(self) -> Attribution:
         if self._attribution_made is None:
-            self._attribution_made = Attribution(self.facts(), self._live_processes(), self._neighbours)
+            self._attribution_made = Attribution(
+                self.facts(), self._live_processes(), self._neighbours, self._containers
+            )
+            self._containers = self._attribution_made.containers
         return self._attribution_made
 
     def _live_processes(self) -> dict[int, HostProcess]:
