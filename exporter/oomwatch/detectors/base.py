@@ -57,9 +57,9 @@ class Finding:
 
     ``confidence`` is 0-1: how sure it is that the state is right. ``evidence`` are the numbers that led to it, in base
     units, under stable names. ``summary`` is one sentence with the numbers that matter, for a person on call.
-    ``reason`` says why the state is unknown. ``killer`` is set where it differs from the catalogue's. ``gauges`` are the
-    numbers that are exported whatever the state, None for those of the evidence; a finding that outlasts its cause
-    keeps the evidence of then and gives the gauges of now.
+    ``reason`` says why the state is unknown. ``killer`` is set where it differs from the catalogue's. ``gauges`` are
+    the numbers that are exported whatever the state, None for those of the evidence; a finding that outlasts its
+    cause keeps the evidence of then and gives the gauges of now.
     """
 
     state: State
