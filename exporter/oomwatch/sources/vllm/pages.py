@@ -2,8 +2,7 @@
 
 prometheus_client's parsers walk each line by character: 40 ms for a page of vLLM's (60 kB), 3 to 7 ms where only the
 known lines reach them, which then leaves the rest unchecked. Here one regular expression checks each line, and labels
-are taken apart only where the name is known: 2 to 3 ms for the whole page, a third less once its
-series have been seen.
+are taken apart only where the name is known: 2 to 3 ms for the whole page, a third less once its series have been seen.
 """
 
 from __future__ import annotations
