@@ -56,6 +56,10 @@ def test_symptoms_of_symptoms_lead_to_the_root() -> None:
     assert assigned(pressure, full) == [("llm/1", "kv-exhaustion"), ("llm/1", None)]
 
 
+def test_what_waits_before_an_engine_that_hangs_is_its_symptom() -> None:
+    assert assigned(verdict("engine-stuck", LLM), verdict("admission-stall", RANK))[1] == ("llm/1", "engine-stuck")
+
+
 def test_another_ranks_symptom_is_its_own_incident() -> None:
     leak, full = verdict("kv-block-leak", RANK), verdict("kv-exhaustion", OTHER_RANK)
     assert assigned(leak, full) == [("llm/1", None), ("llm/2", None)]

@@ -204,6 +204,11 @@ class TestWhoIsTold:
         states = [s.state for s in court.told(LLM, EngineSample) if isinstance(s, EngineSample)]
         assert states == ["ok", "gone"]
 
+    def test_nobody_of_an_engine_that_ended_long_ago(self) -> None:
+        court = Court("rank", "engine").hear(FACTS, scrape(10, rank()), replace(FACTS, t=15, gone=True))
+        assert set(court.hear(Tick(15 + 86_400)).witnesses()) == {LLM, RANK}
+        assert court.hear(Tick(16 + 86_400)).witnesses() == {}
+
     def test_nobody_of_an_engine_that_left_the_configuration(self) -> None:
         court = Court("rank", "engine").hear(FACTS, scrape(10, rank()), TargetRemoved(11, "vllm", "llm"))
         assert court.witnesses() == {}

@@ -420,6 +420,9 @@ class Judge:
 
     def _conclude(self) -> None:
         t = self.node.t
+        forgotten = {key[1] for key in self.memory.seats} - {"", *self.node.engine_names()}
+        if forgotten:
+            self.memory.seats = {key: seats for key, seats in self.memory.seats.items() if key[1] not in forgotten}
         verdicts = [self._verdict(seat, t) for seats in self.memory.seats.values() for seat in seats]
         on = {engine: frozenset(uuids) for engine, uuids in self._devices_of.items()}
         self._verdicts = self.memory.incidents.assign(verdicts, on)

@@ -190,6 +190,10 @@ class Node:
         """Of every engine that has not ended."""
         return (engine.facts for engine in self._engines.values() if engine.gone_at is None)
 
+    def engine_names(self) -> Iterable[str]:
+        """Of every engine that is known, ended ones that are not yet forgotten among them."""
+        return self._engines.keys()
+
     def gpu(self, uuid: str) -> GpuView:
         """The present of one device that has been polled."""
         return self._gpu_view(self._gpus[uuid], self._attribution())
