@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from oomwatch.detectors.base import Subject
 from oomwatch.exposition import WATCHED_XIDS, ConfigStatus, SnapshotCollector
 from oomwatch.families import FAMILIES
 from oomwatch.observations import IMPLAUSIBLE, NOT_EXPOSED, NOT_KNOWN, NOT_READ, STALE, Absent, Maybe, Memory, Pool
@@ -20,9 +21,12 @@ from tests.snapshots import (
     engine,
     engine_process,
     full,
+    gone,
     gpu,
     gpu_uuid,
     host_process,
+    judged,
+    leaking,
     memory,
     rank,
     sliced_gpu,
@@ -310,9 +314,16 @@ class TestEngines:
         assert values(of_engine(view), "oomwatch_engine_gpu_memory_utilization_ratio") == shown
 
     def test_what_a_gone_engine_was_told_is_no_present(self) -> None:
-        gone = replace(unreachable(engine()), state="gone")
-        gone = replace(gone, facts=replace(gone.facts, gpu_memory_utilization=0.9))
-        assert not values(of_engine(gone), "oomwatch_engine_gpu_memory_utilization_ratio")
+        ended = gone(engine())
+        ended = replace(ended, facts=replace(ended.facts, gpu_memory_utilization=0.9))
+        assert not values(of_engine(ended), "oomwatch_engine_gpu_memory_utilization_ratio")
+
+    def test_the_derived_numbers_of_a_gone_engine_go_with_it_and_its_verdicts_stay(self) -> None:
+        concluded = judged(leaking(Subject(engine="llama-8b", rank="0")))
+        for view, floors in ((engine("llama-8b"), [2000]), (gone(engine("llama-8b")), [])):
+            page = replace(of_engine(view), verdicts=concluded)
+            assert values(page, "oomwatch_engine_kv_floor_blocks") == floors
+            assert values(page, "oomwatch_verdict_state", verdict="kv-block-leak") == [3]
 
     def test_sleep_is_one_hot(self) -> None:
         page = of_engine(engine(ranks=(replace(rank(), sleep_level="weights_offloaded"),)))
