@@ -100,8 +100,11 @@ class SnapshotCollector(Collector):
         places = _Places(snapshot)
         for engine in snapshot.engines:
             _put_engine(page, engine, places)
+        ended = {engine.name for engine in snapshot.engines if engine.state == "gone"}
         for verdict in snapshot.verdicts:
             _put_verdict(page, verdict, places)
+            if verdict.subject.engine not in ended:
+                _put_derived(page, verdict, places)
         _put_incidents(page, snapshot)
         return (table for table in page.families() if table.rows)
 
@@ -486,10 +489,6 @@ def _put_verdict(page: _Page, verdict: Verdict, places: _Places) -> None:
     page.put("oomwatch_verdict_state_timestamp_seconds", verdict.since, *labels)
     if verdict.silenced:
         page.put("oomwatch_verdict_silenced", 1, *labels, verdict.silenced)
-    for derived in DERIVED:
-        if derived.verdict == verdict.name and derived.key in verdict.gauges:
-            about = _subject_labels(verdict.subject, derived.family.labels, places)
-            page.put(derived.family.name, verdict.gauges[derived.key] * derived.factor, *about)
     if verdict.state == "unknown":
         page.put("oomwatch_verdict_unknown", 1, *labels, verdict.reason)
         return
@@ -507,6 +506,13 @@ def _put_verdict(page: _Page, verdict: Verdict, places: _Places) -> None:
         page.put("oomwatch_incident_info", 1, verdict.incident, *labels)
     for key, value in numbers(verdict.evidence).items():
         page.put("oomwatch_verdict_evidence", value, *labels, key)
+
+
+def _put_derived(page: _Page, verdict: Verdict, places: _Places) -> None:
+    for derived in DERIVED:
+        if derived.verdict == verdict.name and derived.key in verdict.gauges:
+            about = _subject_labels(verdict.subject, derived.family.labels, places)
+            page.put(derived.family.name, verdict.gauges[derived.key] * derived.factor, *about)
 
 
 def _put_incidents(page: _Page, snapshot: Snapshot) -> None:

@@ -744,7 +744,7 @@ def _derived() -> Iterator[Derived]:
             section="Floors, slopes and other derived numbers",
             cadence=AT_A_TICK,
             labels=labels,
-            absent="too little was seen yet, an input is missing, or the verdict is switched off",
+            absent="too little was seen yet, an input is missing, the engine has ended, or the verdict is switched off",
         )
         return Derived(family, verdict, key, factor)
 
