@@ -68,15 +68,9 @@ def backfill(folder: Path, points: Sequence[tuple[str, float, int]]) -> None:
     by_family = sorted(points, key=lambda point: (point[0].partition("{")[0], point[0], point[2]))
     text = "".join(f"{series} {value!r} {t}\n" for series, value, t in by_family) + "# EOF\n"
     (folder / "past.txt").write_text(text, encoding="utf-8")
-    command: list[str] = [
-        str(require_tool("promtool")),
-        "tsdb",
-        "create-blocks-from",
-        "openmetrics",
-        "past.txt",
-        "data",
-    ]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+    arguments = ["tsdb", "create-blocks-from", "openmetrics", "past.txt", "data"]
+    promtool = str(require_tool("promtool"))
+    subprocess.run([promtool, *arguments], cwd=folder, check=True, capture_output=True, timeout=120)
 
 
 @pytest.fixture(scope="module")

@@ -814,6 +814,8 @@ class Recording:
 
     def __init__(self, stream: IO[bytes], name: str) -> None:
         self.name = name
+        self._source = stream
+        stream = _unpacked(stream)
         self.lines = 0
         self.ignored: Counter[str] = Counter()
         self._stream = stream
@@ -829,6 +831,7 @@ class Recording:
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         self._stream.close()
+        self._source.close()
 
     def intervals(self) -> dict[str, float]:
         """Seconds between two readings of a source: as the header says, else the median distance that was seen.
@@ -984,17 +987,17 @@ def read(source: Path | str | IO[bytes]) -> Recording:
     if isinstance(source, (str, Path)):
         name = str(source)
         if name == "-":
-            return Recording(_unpacked(sys.stdin.buffer), "standard input")
+            return Recording(sys.stdin.buffer, "standard input")
         try:
             stream = Path(source).open("rb")  # noqa: SIM115 (the recording closes it)
         except OSError as error:
             raise RecordingError(f"{name}: cannot be read: {(error.strerror or str(error)).lower()}") from None
         try:
-            return Recording(_unpacked(stream), name)
+            return Recording(stream, name)
         except BaseException:
             stream.close()
             raise
-    return Recording(_unpacked(source), str(getattr(source, "name", "recording")))
+    return Recording(source, str(getattr(source, "name", "recording")))
 
 
 def _unpacked(stream: IO[bytes]) -> IO[bytes]:
@@ -1021,7 +1024,3 @@ class _Raw(io.RawIOBase):
         data = self._stream.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
