@@ -630,15 +630,21 @@ class _LoadRecords:
 class _Growth:
     """How a process' memory has grown since its warm-up, in bytes and seconds.
 
-    ``steady`` is false where it slows down or came in one jump, and where it has fallen by as much before.
+    ``trend`` is the middle one of several windows, ``fastest`` the steepest: by day a leak of requests is faster than
+    its average. ``steady`` is false where it slows down or came in one jump, and where it has fallen by as much before.
     """
 
     grown: float
     trend: Trend
+    fastest: Trend
     steps: int
     steady: bool
     first_step: float
     last_step: float
+
+    def runs_out(self, room: float | None, within: float) -> bool:
+        """Whether ``room`` bytes are full within so many seconds at the fastest pace, and at the usual in twice."""
+        return room is not None and self.fastest.slope * within >= room and self.trend.slope * 2 * within >= room
 
 
 class _GrowthTest:
@@ -710,7 +716,7 @@ class _GrowthTest:
         if len(steps) < self._least_steps or not trends or grown <= 0:
             return None
         steady = self._keeps_on(steps) and max(rise for _, rise in steps) <= 0.6 * grown and grown >= 1.5 * self._drop
-        return _Growth(grown, trends[len(trends) // 2], len(steps), steady, steps[0][0], steps[-1][0])
+        return _Growth(grown, trends[len(trends) // 2], trends[-1], len(steps), steady, steps[0][0], steps[-1][0])
 
     def _trends(self) -> list[Trend]:
         fine, coarse = self._bins.floors(), self._long.floors()
@@ -854,9 +860,8 @@ class GpuMemoryLeak:
         if self._ticketed is None and (not growth.steady or seen < enough):
             return Finding("info", 0.4, self._summary(growth, None), evidence)
         self._ticketed = growth
-        soon = eta is not None and eta.seconds <= self.settings.page_within
-        sure = eta is not None and eta.high is not None and eta.high <= 2 * self.settings.page_within
-        state: State = "page" if soon and sure and growth.steady else "ticket"
+        soon = growth.steady and growth.runs_out(self._free, self.settings.page_within)
+        state: State = "page" if soon else "ticket"
         confidence = min(0.95, 0.6 + 0.05 * growth.steps)
         return Finding(state, confidence, self._summary(growth, eta), evidence, eta)
 
@@ -1030,8 +1035,9 @@ class HostMemoryLeak:
         if growth.grown < least and self._ticketed is None:
             return Finding("info", confidence, summary, evidence, eta)
         self._ticketed = growth
+        soon = growth.steady and growth.runs_out(self._left, settings.page_within)
         return Finding(
-            "page" if eta.seconds <= settings.page_within and growth.steady else "ticket",
+            "page" if soon else "ticket",
             confidence,
             summary,
             evidence,
