@@ -10,7 +10,7 @@ from typing import Protocol
 
 import structlog
 
-from oomwatch.config import Config, EngineConfig, TlsConfig
+from oomwatch.config import Config, EngineConfig, ProbeConfig, TlsConfig
 from oomwatch.logs import Repeats
 from oomwatch.observations import Absent, EngineFacts, EngineUpdate, Observation, SourceRun, TargetRemoved, Tick
 from oomwatch.snapshot import Snapshot, devices
@@ -19,6 +19,7 @@ from oomwatch.sources.host import HostSource
 from oomwatch.sources.nvml import CallStats, NvmlSource
 from oomwatch.sources.proc import ProcessTable
 from oomwatch.sources.vllm.client import EngineScraper
+from oomwatch.sources.vllm.probe import EngineProbe
 from oomwatch.sources.vllm.transport import ScrapeOptions
 
 _log = structlog.get_logger(__name__)
@@ -64,6 +65,13 @@ class _Engine:
     facts: EngineFacts
     settings: object
     scraper: EngineScraper | None
+    probe: EngineProbe | None
+    probe_interval: float
+
+    def close(self) -> None:
+        for part in (self.scraper, self.probe):
+            if part is not None:
+                part.close()
 
 
 class NodeFeed:
@@ -107,6 +115,8 @@ class NodeFeed:
             for name, engine in self._engines.items():
                 if engine.scraper is not None:
                     jobs[f"engine {name}"] = Job(every.scrape, _scrape_of(self, name), min(1.0, every.scrape * 0.05))
+                if engine.probe is not None:
+                    jobs[f"probe {name}"] = Job(engine.probe_interval, engine.probe.probe)
         return jobs
 
     def read_gpus(self) -> None:
@@ -135,6 +145,8 @@ class NodeFeed:
         else:
             self._found = ()
         self._watch(self._found)
+        if not error:
+            self._end_the_unfound()
         self._first.discard("engines")
 
     def scrape(self, name: str) -> None:
@@ -203,8 +215,7 @@ class NodeFeed:
         with self._lock:
             engines, self._engines = list(self._engines.values()), {}
         for engine in engines:
-            if engine.scraper is not None:
-                engine.scraper.close()
+            engine.close()
 
     # --- engines ---------------------------------------------------------------------------------------------
 
@@ -217,6 +228,18 @@ class NodeFeed:
             for name in self._engines.keys() - {facts.name for facts in wanted}:
                 self._unwatch(name)
 
+    def _end_the_unfound(self) -> None:
+        """Engines that are known from before a restart of oomwatch and are neither configured nor found any more."""
+        with self._lock:
+            watched = frozenset(self._engines)
+        for engine in self._snapshot().engines:
+            if engine.name in watched or engine.state == "gone":
+                continue
+            if engine.facts.origin == "discovery":
+                self._publish(EngineUpdate(self._clock(), engine.facts, gone=True))
+            else:
+                self._publish(TargetRemoved(self._clock(), "vllm", engine.name))
+
     def _with_reason(self, facts: EngineFacts) -> EngineFacts:
         return (
             facts if facts.target is not None else replace(facts, no_address=self._discovery.problems.get(facts.name))
@@ -225,24 +248,25 @@ class NodeFeed:
     def _watch_one(self, facts: EngineFacts, settings: EngineConfig | None) -> None:
         old = self._engines.get(facts.name)
         options = self._options(settings)
-        made_from = (facts.target, options)
+        asked = settings.probe if settings else None
+        made_from = (facts.target, options, asked)
         if old is not None and old.settings == made_from:
             if old.facts != facts:
                 old.facts = facts
                 self._publish(EngineUpdate(self._clock(), facts))
             return
-        if old is not None and old.scraper is not None:
-            old.scraper.close()
+        if old is not None:
+            old.close()
         scraper = EngineScraper(facts.name, facts.target, options, self._clock) if facts.target else None
-        self._engines[facts.name] = _Engine(facts, made_from, scraper)
+        probe = self._probe(facts, asked, options) if asked is not None and facts.target else None
+        self._engines[facts.name] = _Engine(facts, made_from, scraper, probe, asked.interval if asked else 0.0)
         self._publish(EngineUpdate(self._clock(), facts))
         if old is None:
             _log.info("engine watched", engine=facts.name, target=facts.target, origin=facts.origin)
 
     def _unwatch(self, name: str) -> None:
         engine = self._engines.pop(name)
-        if engine.scraper is not None:
-            engine.scraper.close()
+        engine.close()
         self._repeats.forget(f"engine {name}")
         if engine.facts.origin == "discovery":
             self._publish(EngineUpdate(self._clock(), engine.facts, gone=True))
@@ -250,6 +274,15 @@ class NodeFeed:
         else:
             self._publish(TargetRemoved(self._clock(), "vllm", name))
             _log.info("engine no longer configured", engine=name)
+
+    def _probe(self, facts: EngineFacts, asked: ProbeConfig, options: ScrapeOptions) -> EngineProbe:
+        """As the page is asked for, but with the API's own key, where there is one."""
+        if asked.bearer_token_file is not None:
+            options = replace(
+                options, bearer_token_file=str(asked.bearer_token_file), username=None, password_file=None
+            )
+        options = replace(options, timeout=asked.timeout)
+        return EngineProbe(facts.name, facts.target or "", asked.model, options, self._publish, self._clock)
 
     def _options(self, settings: EngineConfig | None) -> ScrapeOptions:
         tls: TlsConfig = settings.tls if settings else self._config.discovery.tls
