@@ -29,7 +29,7 @@ def test_the_clock_keeps_pace_with_the_fastest_source_and_is_never_slow(gpu: str
 def test_engines_from_before_a_restart_that_are_not_found_any_more_have_ended() -> None:
     """A restored history knows engines that ended, or left the configuration, while nobody was watching."""
     before = tuple(
-        EngineView(EngineFacts(name, origin=origin), state, "")
+        EngineView(EngineFacts(name, origin=origin), state, "", None)
         for name, origin, state in (
             ("found-once", "discovery", "unknown"),
             ("named-once", "configuration", "unknown"),
