@@ -181,6 +181,19 @@ class BasicAuthConfig(Section):
     )
 
 
+class ProbeConfig(Section):
+    """Asking an engine for one token now and then: it notices one that hung while idle, which no series shows."""
+
+    model: str = Field(min_length=1, description="A model that the engine serves, by the name that clients use.")
+    interval: Duration = Field(default=300.0, ge=10, le=86400, description="How often a token is asked for.")
+    timeout: Duration = Field(
+        default=60.0, ge=1, le=600, description="How long a token may take, waiting in the engine's queue included."
+    )
+    bearer_token_file: File | None = Field(
+        default=None, description="File that holds the API key and nothing else. Read anew when it changes."
+    )
+
+
 class EngineConfig(Section):
     """A vLLM server to scrape, and what is known of it."""
 
@@ -202,6 +215,9 @@ class EngineConfig(Section):
         default=None,
         repr=False,
         description="Proxy to go through. The environment's proxies are never used. Shown without credentials.",
+    )
+    probe: ProbeConfig | None = Field(
+        default=None, description="Ask for one token now and then. Off unless given; every probe costs a request."
     )
     gpu_memory_utilization: float | None = Field(
         default=None, gt=0, le=1, description="vLLM's --gpu-memory-utilization, where the page does not tell it."

@@ -47,6 +47,9 @@ def cadence_of(config: Config) -> Cadence:
         scrape=every.scrape,
         host=every.host,
         discovery=every.discovery,
+        probe=max(
+            (engine.probe.interval + engine.probe.timeout for engine in config.engines if engine.probe), default=360.0
+        ),
         intervals_to_stale=config.exposition.stale_after_intervals,
         forget_after=config.exposition.forget_after,
     )

@@ -45,6 +45,11 @@ engines:
   - name: batch
     url: http://127.0.0.1:8001
     bearer_token_file: secrets/batch-token
+    probe:
+      model: llama-3.1-8b
+      interval: 10m
+      timeout: 2m
+      bearer_token_file: secrets/batch-api-key
     proxy_url: http://proxy.example.org:3128
     kv_pool_blocks: 27000
     kv_pool_bytes: 48GiB

@@ -17,6 +17,7 @@ from oomwatch.detectors.base import (
     Finding,
     HeldSample,
     HostSample,
+    ProbeSample,
     ProcessEnd,
     RankSample,
     Resumed,
@@ -41,6 +42,7 @@ from oomwatch.observations import (
     HostProcess,
     Maybe,
     Observation,
+    ProbeResult,
     ProcessGone,
     TargetRemoved,
     Tick,
@@ -183,6 +185,8 @@ class Judge:
                 self._polled(observation.uuid)
             case HostProcess():
                 self._host_process(observation)
+            case ProbeResult():
+                self._probed(observation)
             case ProcessGone() if holder is not None:
                 self._ended(observation.pid, holder)
             case EngineUpdate() if observation.gone:
@@ -239,6 +243,10 @@ class Judge:
                 )
                 life.last[reading.rank] = t
         self._tell_engine(sample)
+
+    def _probed(self, result: ProbeResult) -> None:
+        sample = ProbeSample(self.node.t, result.engine, result.ok, result.seconds, result.error)
+        self._tell(self._seats("engine", result.engine, "", Subject(engine=result.engine)), sample)
 
     def _gone(self, engine: str) -> None:
         life = self._life(engine)

@@ -63,6 +63,7 @@ class Cadence:
     scrape: float = 15.0
     host: float = 30.0
     discovery: float = 15.0
+    probe: float = 360.0
     intervals_to_stale: float = 3.0
     forget_after: float = 24 * 3600.0
 
@@ -72,7 +73,14 @@ class Cadence:
         return interval * self.intervals_to_stale
 
 
-_INTERVAL_OF = {"nvml": "gpu", "process": "process", "vllm": "scrape", "host": "host", "discovery": "discovery"}
+_INTERVAL_OF = {
+    "nvml": "gpu",
+    "process": "process",
+    "vllm": "scrape",
+    "host": "host",
+    "discovery": "discovery",
+    "probe": "probe",
+}
 
 
 @dataclass(frozen=True)
@@ -317,7 +325,8 @@ class Node:
             engine.facts = _merge(engine.facts, update.facts)
         if update.gone:
             engine.gone_at, engine.scrape = self._t, None
-            self._sources.pop(("vllm", update.facts.name), None)
+            for source in ("vllm", "probe"):
+                self._sources.pop((source, update.facts.name), None)
         else:
             engine.gone_at = None
 
@@ -383,6 +392,7 @@ class Node:
             self._gpus.pop(target, None)
         if source == "vllm":
             self._engines.pop(target, None)
+            self._sources.pop(("probe", target), None)
 
     def _resume(self) -> None:
         """Nobody was watching: what went unseen is no silence of a source and no standstill of an engine."""

@@ -307,6 +307,20 @@ class EngineScrape:
         return self.state in ("ok", "stats_disabled", "no_traffic_yet")
 
 
+@dataclass(frozen=True)
+class ProbeResult:
+    """The outcome of one active probe of an engine at its end ``t``: whether one token came, after how many seconds.
+
+    ``error`` says why none came: a timeout, a broken connection, an answer of 5xx.
+    """
+
+    t: float
+    engine: str
+    ok: bool
+    seconds: float
+    error: str = ""
+
+
 # --- the host --------------------------------------------------------------------------------------------------
 
 
@@ -384,7 +398,8 @@ class AllocatorReport:
 class SourceRun:
     """One run of a source against a target: whether it succeeded, and how long it took in seconds.
 
-    ``source`` is ``nvml``, ``vllm``, ``host`` or ``discovery``; ``target`` a device's uuid, an engine's name, or empty.
+    ``source`` is ``nvml``, ``vllm``, ``probe``, ``host`` or ``discovery``; ``target`` a device's uuid, an engine's
+    name, or empty.
     """
 
     t: float
@@ -425,6 +440,7 @@ Observation: TypeAlias = (
     | DriverReport
     | EngineUpdate
     | EngineScrape
+    | ProbeResult
     | HostProcess
     | ProcessGone
     | HostMemory

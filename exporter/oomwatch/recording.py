@@ -46,6 +46,7 @@ from oomwatch.observations import (
     Memory,
     MigInstance,
     Observation,
+    ProbeResult,
     ProcessGone,
     RemappedRows,
     SourceRun,
@@ -169,6 +170,13 @@ def _document(observation: Observation, log_text: bool) -> tuple[str, dict[str, 
             return "process", _process_document(observation)
         case ProcessGone():
             return "process", {"pid": observation.pid, "gone": True}
+        case ProbeResult():
+            return "probe", {
+                "engine": observation.engine,
+                "ok": observation.ok,
+                "seconds": observation.seconds,
+                **_given(error=observation.error),
+            }
         case HostMemory():
             return "host", {"memory_total": observation.total, "memory_available": observation.available}
         case EngineUpdate():
@@ -575,6 +583,10 @@ class Decoder:
             found = self._processes[pid] = replace(found, engine=holder.name if holder.kind == "engine" else None)
         return found
 
+    def _probe(self, t: float, probe: _Fields) -> Observation:
+        error = probe.optional("error", probe.text) or ""
+        return ProbeResult(t, probe.text("engine"), probe.boolean("ok"), probe.number("seconds"), error)
+
     def _host(self, t: float, host: _Fields) -> Observation:
         return HostMemory(t, host.whole("memory_total"), host.whole("memory_available"))
 
@@ -606,6 +618,7 @@ _KINDS: Mapping[str, Callable[[Decoder, float, _Fields], Observation]] = {
     "scrape": Decoder._scrape,
     "process": Decoder._process,
     "host": Decoder._host,
+    "probe": Decoder._probe,
     "engine": Decoder._engine,
     "log": Decoder._log,
     "allocator": Decoder._allocator,

@@ -24,6 +24,8 @@ class Request(BaseHTTPRequestHandler):
         self.server.requests.append((self.path, dict(self.headers.items())))
         self.server.answer(self)
 
+    do_POST = do_GET
+
     def reply(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """A whole answer; a header given as an empty text is left out."""
         fields = {"Content-Type": TEXT, "Content-Length": str(len(body)), **(headers or {})}

@@ -123,17 +123,19 @@ class Fetcher:
         self._session: requests.Session | None = None
         self._certificates: tuple[tuple[int, int, int], ...] | None = None
 
-    def fetch(self, url: str, deadline: float, limit: int) -> Document:
-        """GET ``url`` by ``deadline`` (time.monotonic) with at most ``limit`` bytes of body. Raises FetchError.
+    def fetch(self, url: str, deadline: float, limit: int, body: bytes | None = None) -> Document:
+        """GET ``url`` by ``deadline`` (time.monotonic) with at most ``limit`` bytes of answer. Raises FetchError.
+
+        With ``body``, which is JSON, POST it.
 
         Looking a name up can outlast the deadline: the system's resolver cannot be interrupted.
         """
         session = self._current_session()
         headers = self._headers()
         try:
-            return self._fetch(session, url, headers, deadline, limit)
+            return self._fetch(session, url, headers, deadline, limit, body)
         except _StaleConnection:
-            return self._fetch(session, url, headers, deadline, limit)
+            return self._fetch(session, url, headers, deadline, limit, body)
 
     def close(self) -> None:
         if self._session is not None:
@@ -141,15 +143,27 @@ class Fetcher:
             self._session = None
 
     def _fetch(
-        self, session: requests.Session, url: str, headers: Mapping[str, str], deadline: float, limit: int
+        self,
+        session: requests.Session,
+        url: str,
+        headers: Mapping[str, str],
+        deadline: float,
+        limit: int,
+        body: bytes | None,
     ) -> Document:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise FetchError("timeout", self._timeout_message())
         with self._line.cut_at(remaining) as line:
             try:
-                with session.get(
-                    url, headers=headers, timeout=(remaining, remaining), stream=True, allow_redirects=False
+                with session.request(
+                    "GET" if body is None else "POST",
+                    url,
+                    data=body,
+                    headers=headers if body is None else {**headers, "Content-Type": "application/json"},
+                    timeout=(remaining, remaining),
+                    stream=True,
+                    allow_redirects=False,
                 ) as response:
                     document = _receive(response, limit)
             except FetchError:
