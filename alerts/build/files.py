@@ -1,0 +1,26 @@
+"""Everything that is made: the path of each file below the project's root, and its text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alerts.build.links import Links
+from alerts.build.model import RuleFile, manifest
+from alerts.build.verdicts import verdict_rules
+
+FOLDER = Path(__file__).resolve().parents[2]
+
+
+def rule_files(links: Links) -> tuple[RuleFile, ...]:
+    return (verdict_rules(links),)
+
+
+def made(links: Links) -> dict[str, str]:
+    """The text of every file, by its path."""
+    files = rule_files(links)
+    return {
+        **{f"alerts/rules/{file.name}": file.text() for file in files},
+        "deploy/kubernetes/prometheusrule.yaml": manifest(
+            files, "monitoring.coreos.com/v1", "PrometheusRule", "oomwatch"
+        ),
+    }
