@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 from pydantic import Field
 
@@ -32,6 +33,7 @@ from oomwatch.observations import RankReading, known
 from oomwatch.settings import Duration, Section
 
 _FORGIVE_S = 120.0  # gauges of an overfull pool flap from one poll to the next
+_FAR_BELOW = 0.4  # of what is usual: no noise, however far the minutes lie apart
 _NOISE = 0.02  # share of the pool by which usage moves to and fro while it rises
 _RAMP_S = 150.0  # a single step of usage is an inflow for 2 min, and no ramp
 
@@ -80,9 +82,10 @@ class KvExhaustionSettings(Section):
         "as down.",
     )
     page_rate_down_to: float = Field(default=0.5, gt=0, lt=1, description="The same for a page.")
+    after: Duration = Field(default=180.0, ge=0, le=86400, description="How long it hurts before it is a ticket.")
     page_after: Duration = Field(default=900.0, ge=0, le=86400, description="How long it hurts before it pages.")
     baseline_minutes: int = Field(
-        default=10, ge=1, le=60, description="Minutes of work that the engine's own rate is learnt from, at least."
+        default=15, ge=1, le=60, description="Minutes of work that the engine's own rate is learnt from, at least."
     )
     eta_info: Duration = Field(
         default=900.0, ge=0, le=86400, description="A pool that is full within this time is shown as info."
@@ -104,6 +107,26 @@ class _Minute:
     busy: int = 0
 
 
+class _Usual(NamedTuple):
+    """A rate in the minutes of the last hour of work: the median, and what a tenth of them stayed below."""
+
+    middle: float
+    low: float
+
+
+_NOTHING = _Usual(0.0, 0.0)
+
+
+class _Share(NamedTuple):
+    """The best of the rates as a share of what is usual, since a change of the mix of requests lowers not all of them.
+
+    ``unusual``: each rate is below what a tenth of the minutes stayed below, so that it is more than their noise.
+    """
+
+    best: float
+    unusual: bool
+
+
 class _Throughput:
     """What an engine gets done per second, now and in its last hour of work.
 
@@ -117,7 +140,7 @@ class _Throughput:
         self._now = tuple(CounterWindow(window_s) for _ in range(3))
         self._minute: _Minute | None = None
         self._hour: deque[tuple[float, tuple[float | None, ...]]] = deque(maxlen=60)
-        self._usual: tuple[float | None, ...] | None = None
+        self._usual: tuple[_Usual, ...] | None = None
         self._counters: tuple[float | None, ...] | None = None
         self.moves = False  # whether anything came out since the page before
 
@@ -150,27 +173,29 @@ class _Throughput:
             if not hurting and 2 * minute.busy >= minute.samples:
                 rates = tuple(_rate(a, b, t - minute.t) for a, b in zip(minute.counters, counters, strict=True))
                 self._hour.append((t, rates))
-                self._usual = self._medians(t)
+                self._usual = self._of_last_hour(t)
             self._minute = _Minute(t, counters)
 
-    def _medians(self, t: float) -> tuple[float | None, ...] | None:
+    def _of_last_hour(self, t: float) -> tuple[_Usual, ...] | None:
         """Over the last hour of work before the present window; None before enough of it was seen."""
         minutes = [rates for end, rates in self._hour if end <= t - self._window_s]
         if len(minutes) < self._least:
             return None
-        columns = ([rate for rate in column if rate is not None] for column in zip(*minutes, strict=True))
-        return tuple(median(column) if column else None for column in columns)
+        columns = (sorted(rate for rate in column if rate is not None) for column in zip(*minutes, strict=True))
+        return tuple(_Usual(median(column), column[len(column) // 10]) if column else _NOTHING for column in columns)
 
-    def share_of_usual(self, t: float) -> float | None:
-        """The best of the rates as a share of what is usual: a change of the mix of requests lowers not all of them."""
+    def present(self, t: float) -> _Share | None:
+        """The present window against what is usual; None where too little is known."""
         if self._usual is None:
             return None
         shares = [
-            rate / before
-            for window, before in zip(self._now, self._usual, strict=True)
-            if before and window.known and (rate := window.rate(t)) is not None
+            (rate / usual.middle, rate < usual.low)
+            for window, usual in zip(self._now, self._usual, strict=True)
+            if usual.middle > 0 and window.known and (rate := window.rate(t)) is not None
         ]
-        return max(shares, default=None)
+        if not shares:
+            return None
+        return _Share(max(share for share, _ in shares), all(low for _, low in shares))
 
     def token_rate(self, t: float) -> float | None:
         """Generated tokens per second."""
@@ -279,10 +304,10 @@ class KvExhaustion:
         self._hurts, severe = False, False
         # Nothing at all coming out is an engine that hangs, and engine-stuck's to say.
         if full_for >= self.settings.rate_window and self._throughput.moves and self._pressed(t):
-            share = self._throughput.share_of_usual(t)
-            if share is not None:
-                self._hurts = share < self.settings.rate_down_to
-                severe = share < self.settings.page_rate_down_to
+            share = self._throughput.present(t)
+            if share is not None and (share.unusual or share.best < _FAR_BELOW):
+                self._hurts = share.best < self.settings.rate_down_to
+                severe = share.best < self.settings.page_rate_down_to
         self._hurting.update(t, self._hurts)
         self._severe.update(t, severe)
         self._filling.update(t, self._fills_soon())
@@ -346,9 +371,10 @@ class KvExhaustion:
             return unknown("no usage and no preemptions on the page")
         at = self._fresh.t
         eta = self._clock.eta()
-        share = self._throughput.share_of_usual(at) if self._full.seconds > 0 else None
+        present = self._throughput.present(at) if self._full.seconds > 0 else None
+        share = None if present is None else present.best
         evidence = self._evidence(at, reading, share)
-        if self._hurting.seconds >= 60.0 and share is not None:
+        if self._hurting.seconds >= max(self.settings.after, 1.0) and share is not None:
             state: State = "page" if self._severe.seconds >= self.settings.page_after else "ticket"
             depth = 1.0 - share / self.settings.rate_down_to
             confidence = min(1.0, 0.7 + 0.3 * max(0.0, depth))
@@ -425,6 +451,7 @@ class PreemptionPressureSettings(Section):
         default=0.5, gt=0, le=100, description="Above this it is a ticket. 0.08 was seen on a healthy busy engine."
     )
     usage: float = Field(default=0.9, ge=0, le=1, description="Peak share of the pool in use that must be exceeded.")
+    after: Duration = Field(default=180.0, ge=0, le=86400, description="How long it must stay so.")
     least_finished: int = Field(
         default=100, ge=1, le=100000, description="Fewer finished requests in the window: info."
     )
@@ -448,18 +475,30 @@ class PreemptionPressure:
         self._usage = GaugeWindow(settings.window)
         self._preemptions = CounterWindow(settings.window)
         self._finished = CounterWindow(settings.window)
+        self._high = Sustained()
 
     def observe(self, sample: Sample) -> None:
         if not isinstance(sample, RankSample):
             return
         if sample.segment != self._segment:
             self._segment = sample.segment
-            for part in (self._usage, self._preemptions, self._finished, self._standing):
+            for part in (self._usage, self._preemptions, self._finished, self._high, self._standing):
                 part.reset()
         self._fresh.seen(sample.t)
         self._usage.add(sample.t, known(sample.reading.usage))
         self._preemptions.add(sample.t, known(sample.reading.preemptions))
         self._finished.add(sample.t, _finished(sample.reading))
+        self._high.update(sample.t, self._is_high(sample.t))
+
+    def _is_high(self, t: float) -> bool:
+        preemptions = self._preemptions.rise(t)
+        return (
+            self._preemptions.covered(t) >= 0.9 * self.settings.window
+            and self._finished.known
+            and preemptions > self.settings.least_preemptions - 0.5  # sums of shares are not whole
+            and preemptions > self.settings.preemptions_per_finished * max(self._finished.rise(t), 1.0)
+            and self._usage.peak(t) > self.settings.usage
+        )
 
     def conclude(self, t: float) -> Finding:
         now = NO_PAGE if self._fresh.stale(t) else self._now(self._fresh.t or t)
@@ -482,8 +521,7 @@ class PreemptionPressure:
             "preemptions_per_finished": ratio,
             "peak_usage": usage,
         }
-        few = preemptions < self.settings.least_preemptions - 0.5
-        if few or ratio <= self.settings.preemptions_per_finished or usage <= self.settings.usage:
+        if self._high.seconds < max(self.settings.after, 1.0):
             return Finding("clear", evidence=evidence)
         enough = finished >= self.settings.least_finished
         summary = (
