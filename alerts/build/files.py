@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from alerts.build.fleet import fleet_rules
 from alerts.build.links import Links
+from alerts.build.meta import meta_rules
 from alerts.build.model import RuleFile, manifest
 from alerts.build.verdicts import verdict_rules
+from alerts.build.vllm import vllm_rules
 
 FOLDER = Path(__file__).resolve().parents[2]
 
 
 def rule_files(links: Links) -> tuple[RuleFile, ...]:
-    return (verdict_rules(links),)
+    return verdict_rules(links), fleet_rules(), meta_rules(links), vllm_rules(links)
 
 
 def made(links: Links) -> dict[str, str]:

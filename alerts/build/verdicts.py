@@ -178,17 +178,21 @@ _SELECT = (
 )
 
 
-def _each(series: str, text: str, more: str = "") -> str:
+def _each(series: str, text: str, more: str = "", order: str = "") -> str:
     """``text`` for each sample of a series of the verdict that the alert is named after."""
-    return f"{{{{ range printf `{series} and ignoring ({more}incident, number, owner) %s` $worst | query }}}}{text}{{{{ end }}}}"
+    sort = f" | sortByLabel `{order}`" if order else ""
+    query = f"printf `{series} and ignoring ({more}incident, number, owner) %s` $worst | query{sort}"
+    return f"{{{{ range {query} }}}}{text}{{{{ end }}}}"
 
 
 _TIME_LEFT_SHORT = _each(
-    "oomwatch_verdict_eta_seconds", "{{ if gt .Value 0.0 }}, about {{ humanizeDuration .Value }} left{{ end }}"
+    "oomwatch_verdict_eta_seconds",
+    "{{ if and (gt .Value 0.0) (lt .Value 1e9) }}, about {{ humanizeDuration .Value }} left{{ end }}",
 )
 
 _VALUE = (
     "{{ if match `_bytes(_per_hour)?$` .Labels.key }}{{ humanize1024 .Value }}B"
+    "{{ else if match `^(first|last)_(seen|death|failure)$|_since$` .Labels.key }}{{ toTime .Value }}"
     "{{ else if match `_seconds$` .Labels.key }}{{ humanizeDuration .Value }}"
     "{{ else if match `(_ratio|_of_usual|_share|usage)$` .Labels.key }}{{ humanizePercentage .Value }}"
     "{{ else }}{{ humanize .Value }}{{ end }}"
@@ -197,7 +201,8 @@ _VALUE = (
 
 _SEEN = (
     f"{{{{ range printf `{MEMBERS} and on (cluster, job, instance, incident) "
-    'label_join(%s, "incident", "/", "owner", "number")` $worst | query }} {{ .Labels.verdict }}'
+    'label_join(%s, "incident", "/", "owner", "number")` $worst | query | sortByLabel `verdict` }}'
+    " {{ .Labels.verdict }}"
     "{{ if .Labels.rank }} of rank {{ .Labels.rank }}{{ end }}"
     "{{ if .Labels.gpu }} on {{ .Labels.gpu }}{{ end }}"
     "{{ if ge .Value 3.0 }} (page){{ else if ge .Value 2.0 }} (ticket){{ else }} (info){{ end }};{{ end }}"
@@ -213,12 +218,11 @@ def _description(entry: Entry, state: State) -> str:
         "{{ if .Labels.pid }} process {{ .Labels.pid }}{{ end }}"
         "{{ if .Labels.gpu }} GPU {{ .Labels.gpu }}{{ end }}"
         "{{ if .Labels.mig }} slice {{ .Labels.mig }}{{ end }}.{{ end }}"
-        + _each("oomwatch_verdict_confidence_ratio", " Sure by {{ humanizePercentage .Value }}."),
-        "Time left at the present pace:"
-        + _each("oomwatch_verdict_eta_seconds", " about {{ humanizeDuration .Value }}")
+        + _each("oomwatch_verdict_confidence_ratio", " Sure by {{ humanizePercentage .Value }}.")
+        + _each("oomwatch_verdict_eta_seconds", " Time left at the present pace: about {{ humanizeDuration .Value }}")
         + _each("oomwatch_verdict_eta_low_seconds", ", at least {{ humanizeDuration .Value }}")
         + _each("oomwatch_verdict_eta_high_seconds", ", at most {{ humanizeDuration .Value }}"),
-        f"Numbers:{_each('oomwatch_verdict_evidence', f' {{{{ .Labels.key }}}} {_VALUE};', 'key, ')}",
+        f"Numbers:{_each('oomwatch_verdict_evidence', f' {{{{ .Labels.key }}}} {_VALUE};', 'key, ', 'key')}",
         f"Seen in it:{_SEEN}",
         f"First: {_first_action(entry, state)}",
     ]

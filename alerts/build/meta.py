@@ -1,0 +1,147 @@
+"""Rules on the watchers themselves: what is not seen raises no alarm, so somebody must be told that it is not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from alerts.build.fleet import LABELS
+from alerts.build.links import Links
+from alerts.build.model import Alert, Group, RuleFile
+from oomwatch.families import VERDICT_LABELS
+
+INTERVAL = "30s"
+
+_BUILD = "oomwatch_build_info"
+_BUILD_LABELS = ", ".join(LABELS[_BUILD])
+
+
+def meta_rules(links: Links) -> RuleFile:
+    return RuleFile(
+        "oomwatch-meta.yml",
+        "Alerts on oomwatch itself, for each Prometheus that scrapes it. What the daemon sees of its own sources it "
+        "tells by verdicts: OomwatchSourceStale, OomwatchMetricsMissing, OomwatchGpuLost and OomwatchNvmlStuck are in "
+        "oomwatch-verdicts.yml.",
+        (Group("oomwatch-meta", INTERVAL, tuple(_alerts(links))),),
+    )
+
+
+def _alerts(links: Links) -> Iterator[Alert]:
+    yield _alert(
+        links,
+        "OomwatchDown",
+        f"""
+        up{{job=~".*oomwatch.*"}} == 0
+          or
+        (up == 0 and ignoring ({_BUILD_LABELS}) last_over_time({_BUILD}[1d]))
+        """,
+        "critical",
+        "5m",
+        summary="oomwatch on {{ $labels.instance }} does not answer: its node is not watched",
+        description="Prometheus could not scrape {{ $labels.instance }} (job {{ $labels.job }}) for 5 minutes. "
+        "No leak, stuck engine or lost GPU on that node would be told. Engines may well be fine.",
+        action="On the node run: systemctl status oomwatch (or look at its container), and read the end of its log.",
+        comment="A target counts as oomwatch's by the name of its job, or because it was oomwatch within the last day.",
+    )
+    yield _alert(
+        links,
+        "OomwatchMetricsAbsent",
+        f"""
+        count by (cluster, job) (last_over_time({_BUILD}[1d]))
+          unless
+        count by (cluster, job) (up)
+        """,
+        "critical",
+        "10m",
+        summary="Prometheus has no target of job {{ $labels.job }} any more: no node of it is watched",
+        description="{{ $value }} daemons were scraped within the last day, and now the job has no target at all: "
+        "it was renamed, its service discovery finds nothing, or it was taken out of the configuration.",
+        action="Look at Prometheus' page of targets, and at what changed in its scrape configuration.",
+        comment="OomwatchDown cannot see a target that is no longer one. Quiet where oomwatch was never scraped.",
+    )
+    devices, engines = (", ".join(LABELS[name]) for name in ("oomwatch_gpu_info", "oomwatch_engine_info"))
+    yield _alert(
+        links,
+        "OomwatchVerdictsAbsent",
+        f"""
+        (
+          oomwatch_snapshot_timestamp_seconds
+            and
+          (
+            max without ({devices}) (oomwatch_gpu_info)
+              or
+            max without ({engines}) (oomwatch_engine_info)
+          )
+        )
+          unless
+        max without ({", ".join(VERDICT_LABELS)}) (oomwatch_verdict_state_timestamp_seconds)
+        """,
+        "warning",
+        "10m",
+        summary="oomwatch on {{ $labels.instance }} sees engines or GPUs and concludes nothing",
+        description="The page of {{ $labels.instance }} has GPUs or engines on it, and for 10 minutes no verdict at "
+        "all, not even an unknown one. The alerts on verdicts cannot fire for this node.",
+        action="Look at the daemon's page and log; check that your scrape configuration drops no oomwatch_verdict_*.",
+        comment="Most often metric_relabel_configs that drop what the other rules need.",
+    )
+    yield _alert(
+        links,
+        "OomwatchIncidentsAbsent",
+        "max without (killer, engine, rank, gpu, mig, pid) (oomwatch_verdict_state >= 2 "
+        "unless ignoring (incident) oomwatch_incident_info)",
+        "warning",
+        "5m",
+        summary="{{ $labels.verdict }} on {{ $labels.instance }} belongs to no incident, so no alert tells of it",
+        description="oomwatch concludes {{ $labels.verdict }} (state {{ $value }}: 2 is ticket, 3 page), and the "
+        "series oomwatch_incident_info that the alerts are made from is missing for it.",
+        action="Look at the daemon's page for the verdict itself, and check that nothing drops oomwatch_incident_info.",
+        comment="The other rules see verdicts by their incidents alone.",
+    )
+    yield _alert(
+        links,
+        "OomwatchSnapshotOld",
+        "time() - oomwatch_snapshot_timestamp_seconds > 300",
+        "warning",
+        "1m",
+        summary="oomwatch on {{ $labels.instance }} answers with a page that is {{ humanizeDuration $value }} old",
+        description="The daemon serves its page and has taken up nothing new for {{ humanizeDuration $value }}: "
+        "its verdicts are of that time. Or the clocks of the node and of Prometheus differ.",
+        action="Compare the clocks (date on both); if they agree, save oomwatch's log and restart it.",
+    )
+    yield _alert(
+        links,
+        "OomwatchConfigReloadFailed",
+        "oomwatch_config_last_reload_successful == 0",
+        "warning",
+        "5m",
+        summary="oomwatch on {{ $labels.instance }} still runs with its older configuration: the new one is not valid",
+        description="The last reload failed, and the configuration before it stays in use. A restart would fail.",
+        action="Run oomwatch config check with the configuration's path: it names each line that is wrong.",
+    )
+
+
+def _alert(
+    links: Links,
+    name: str,
+    expr: str,
+    severity: str,
+    wait: str,
+    *,
+    summary: str,
+    description: str,
+    action: str,
+    comment: str = "",
+) -> Alert:
+    return Alert(
+        alert=name,
+        expr=expr,
+        severity=severity,
+        wait=wait,
+        labels={"killer": "health"},
+        annotations={
+            "summary": summary,
+            "description": f"{description}\nFirst: {action}",
+            "action": action,
+            "runbook_url": links.runbook(name),
+        },
+        comment=comment,
+    )
