@@ -350,14 +350,15 @@ BACKGROUNDS = (
 
 
 def _on_background(s: Scenario, rng: Draw) -> Scenario:
-    return BACKGROUNDS[int(rng.integers(len(BACKGROUNDS)))](s, rng)
+    s = BACKGROUNDS[int(rng.integers(len(BACKGROUNDS)))](s, rng)
+    return s._replace(ranks=2 if rng.random() < 0.1 else 1)
 
 
 # --- leaks of blocks -------------------------------------------------------------------------------------------------
 
 
 def _leaking(s: Scenario, rng: Draw, kind: str) -> Scenario:
-    onset, hours = rng.uniform(1, 4) * DAY, _log_uniform(rng, 1, 240)
+    onset, hours = rng.uniform(1, 2.5) * DAY, _log_uniform(rng, 1, 240)
     leak = KvLeak(kind, round(onset, 1), _rounded(hours), blocks=_uniform(rng, 1, 6))
     return s._replace(fault="kv-leak", leak=leak, days=_rounded(min(14.0, onset / DAY + 1 + 1.5 * hours / 24)))
 
@@ -382,7 +383,7 @@ def kv_one_off(s: Scenario, rng: Draw) -> Scenario:
     """One large loss, and nothing after it."""
     s = _leaking(_on_background(s, rng), rng, "one-off")
     leak = s.leak._replace(share=_uniform(rng, 0.3, 0.95), hours=0.0)
-    return s._replace(leak=leak, days=_rounded(leak.onset / DAY + 3))
+    return s._replace(leak=leak, days=_rounded(leak.onset / DAY + 2))
 
 
 def kv_saturated(s: Scenario, rng: Draw) -> Scenario:
@@ -395,9 +396,9 @@ def kv_saturated(s: Scenario, rng: Draw) -> Scenario:
 
 def _gpu_leak(s: Scenario, rng: Draw, low: float, high: float) -> tuple[Scenario, float, float]:
     s = _on_background(s, rng)
-    onset, per_hour = round(rng.uniform(1, 3) * DAY, 1), _rounded(_log_uniform(rng, low, high) * MIB)
+    onset, per_hour = round(rng.uniform(1, 2.5) * DAY, 1), _rounded(_log_uniform(rng, low, high) * MIB)
     room = (1 - s.gpu.utilization) * s.gpu.total - s.gpu.overhead + s.gpu.activations
-    days = min(14.0, onset / DAY + 0.5 + 1.2 * room / per_hour / 24)
+    days = min(10.0, onset / DAY + 0.3 + 1.2 * room / per_hour / 24)
     return s._replace(fault="gpu-leak", days=_rounded(days)), onset, per_hour
 
 
@@ -425,8 +426,8 @@ def gpu_slow(s: Scenario, rng: Draw) -> Scenario:
 
 def _host_leak(s: Scenario, rng: Draw, per_request: bool) -> Scenario:
     s = _on_background(s, rng)
-    onset, hours = round(rng.uniform(1, 3) * DAY, 1), _rounded(_log_uniform(rng, 10, 168))
-    days = min(14.0, onset / DAY + 0.5 + 1.3 * hours / 24)
+    onset, hours = round(rng.uniform(1, 2.5) * DAY, 1), _rounded(_log_uniform(rng, 10, 168))
+    days = min(14.0, onset / DAY + 0.3 + 1.3 * hours / 24)
     return s._replace(
         fault="host-leak", host_hours=hours, host_onset=onset, host_per_request=per_request, days=_rounded(days)
     )
@@ -478,7 +479,7 @@ def stuck_engine(s: Scenario, rng: Draw) -> Scenario:
     begin = _onset(rng)
     end = round(begin + rng.uniform(0.5, 3) * HOUR, 1)
     s = _traffic(_on_background(s, rng), floor=0.1)
-    events = (Event(begin, end, HANG), Event(end, end + 300, RESTART))
+    events = (Event(begin, end, HANG), Event(end, round(end + 300, 1), RESTART))
     return s._replace(fault="stuck", events=events, ranks=1, days=_rounded(end / DAY + 0.2))
 
 
@@ -488,7 +489,7 @@ def admission_stall(s: Scenario, rng: Draw) -> Scenario:
     end = round(begin + rng.uniform(0.5, 3) * HOUR, 1)
     s = _traffic(_on_background(s, rng), floor=0.2, load=_uniform(rng, 0.3, 0.7))
     s = s._replace(engine=s.engine._replace(patience=_uniform(rng, 120, 600)))
-    events = (Event(begin, end, STALL), Event(end, end + 300, RESTART))
+    events = (Event(begin, end, STALL), Event(end, round(end + 300, 1), RESTART))
     return s._replace(fault="stall", events=events, ranks=1, days=_rounded(end / DAY + 0.2))
 
 

@@ -102,8 +102,9 @@ def uuid(rank: int) -> str:
     return f"GPU-{rank:08x}-0000-0000-0000-000000000000"
 
 
-def observations(run: Run, *, lengths: bool = True, samples: bool = False) -> Iterator[Observation]:
-    """All of a run. ``lengths``: with histograms; ``samples``: with the series as exposed, for recordings."""
+def observations(run: Run, *, lengths: bool = True, samples: bool = False, ticks: int = 1) -> Iterator[Observation]:
+    """All of a run. ``lengths``: with histograms; ``samples``: with the series as exposed, for recordings; a tick after
+    every so many samples."""
     yield EngineUpdate(EPOCH, facts(run))
     scrapes = _scrapes(run, lengths, samples)
     polls = [_polls(run, i) for i in range(len(run.ranks))]
@@ -120,7 +121,8 @@ def observations(run: Run, *, lengths: bool = True, samples: bool = False) -> It
             yield next(poll)
         if i % _EVERY_HOST == 0:
             yield from next(hosts)
-        yield tick.having(Tick, t=t + 0.2)
+        if i % ticks == 0:
+            yield tick.having(Tick, t=t + 0.2)
 
 
 def header(run: Run) -> Header:

@@ -1,0 +1,254 @@
+"""How good a rule or detector was: recall and lead on faults, false alarms per GPU-week on what is healthy.
+
+An alarm finds a fault when it starts within [onset, end] and is about the right rank. One that began before the onset
+found nothing, even when it still fires. False alarms are counted on healthy runs alone; an alarm about a full pool is
+not false there in hours in which the pool really was strained. Faults that were visible for less than an hour, and the
+families reported apart, stand beside the figures and not in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.detection.alarms import Alarm
+from benchmarks.detection.families import APART, FAULT_CLASSES
+from benchmarks.detection.statistics import clopper_pearson, poisson_rate, quantile
+from benchmarks.detection.world import Label
+
+VISIBLE = 3600.0
+# What a class's lead is asked to be, in seconds, of faults visible at least twice that long.
+LEADS = {"kv-leak": 1800.0, "gpu-leak": 7200.0, "host-leak": 21600.0}
+# Classes that the marks count as one.
+CAPACITY = ("exhaustion", "stuck", "stall", "orphan", "overrun")
+_EARLY = 30.0  # a label's time is that of a sample, an alarm's may be a moment before it
+# An alarm about strain may come a little before the label's ten minutes are full, and an hour after.
+_STRAIN_BEFORE, _STRAIN_AFTER = 900.0, 3600.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run under one rule or detector at one level: the alarms of each class of fault."""
+
+    set: str
+    family: str
+    number: int
+    gpu_weeks: float
+    label: Label | None
+    strained: tuple[tuple[float, float], ...] = ()
+    alarms: Mapping[str, Mapping[str, Sequence[Alarm]]] = field(default_factory=dict)  # by rule, then class
+    others: Mapping[str, int] = field(default_factory=dict)  # alarms of verdicts that belong to no class, by verdict
+    seconds: Mapping[str, float] = field(default_factory=dict)  # processor time by part
+    samples: int = 0
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> Outcome:
+        alarms = {
+            rule: {fault: [Alarm(*alarm) for alarm in of_class] for fault, of_class in by_class.items()}
+            for rule, by_class in document["alarms"].items()
+        }
+        label = Label(**document["label"]) if document["label"] else None
+        strained = tuple((begin, end) for begin, end in document["strained"])
+        return cls(**{**document, "alarms": alarms, "label": label, "strained": strained})
+
+
+@dataclass
+class Score:
+    """Counts of one rule for one class of fault."""
+
+    faults: int = 0
+    found: int = 0
+    visible: int = 0
+    visible_found: int = 0
+    asked: int = 0  # visible long enough for the lead that the class is asked for, and with an end to lead to
+    in_time: int = 0
+    leads: list[float] = field(default_factory=list)
+    delays: list[float] = field(default_factory=list)
+    healthy_weeks: float = 0.0
+    false_alarms: int = 0
+
+    def add_fault(self, label: Label, alarms: Sequence[Alarm]) -> None:
+        hit = first_hit(label, alarms)
+        self.faults += 1
+        self.found += hit is not None
+        long_enough = label.end - label.onset >= VISIBLE
+        self.visible += long_enough
+        self.visible_found += long_enough and hit is not None
+        lead = LEADS.get(label.fault, 0.0)
+        if label.oom and label.end - label.onset >= max(VISIBLE, 2 * lead):
+            self.asked += 1
+            self.in_time += hit is not None and label.end - hit >= lead
+        if hit is not None:
+            self.delays.append(hit - label.onset)
+            if label.oom:
+                self.leads.append(label.end - hit)
+
+    def add_healthy(self, outcome: Outcome, fault: str, alarms: Sequence[Alarm]) -> None:
+        self.healthy_weeks += outcome.gpu_weeks
+        self.false_alarms += sum(not _excused(outcome, fault, alarm) for alarm in alarms)
+
+    @property
+    def recall(self) -> float:
+        return self.visible_found / self.visible if self.visible else math.nan
+
+
+def first_hit(label: Label, alarms: Sequence[Alarm]) -> float | None:
+    """When the fault was found: the first alarm's start, None when it was not."""
+    for alarm in alarms:
+        right = label.rank is None or alarm.rank in (-1, label.rank)
+        if right and label.onset - _EARLY <= alarm.start <= label.end:
+            return max(alarm.start, label.onset)
+    return None
+
+
+def _excused(outcome: Outcome, fault: str, alarm: Alarm) -> bool:
+    return fault == "exhaustion" and any(
+        begin - _STRAIN_BEFORE <= alarm.start <= end + _STRAIN_AFTER for begin, end in outcome.strained
+    )
+
+
+def scores(outcomes: Iterable[Outcome], apart: bool = False) -> dict[tuple[str, str], Score]:
+    """By rule and class of fault; with ``apart`` of the families that are reported apart."""
+    result: dict[tuple[str, str], Score] = {}
+    for outcome in outcomes:
+        if (outcome.family in APART) != apart:
+            continue
+        for rule, by_class in outcome.alarms.items():
+            for fault, alarms in by_class.items():
+                if outcome.label is None:
+                    result.setdefault((rule, fault), Score()).add_healthy(outcome, fault, alarms)
+                elif outcome.label.fault == fault:
+                    result.setdefault((rule, fault), Score()).add_fault(outcome.label, alarms)
+    return result
+
+
+def scores_by_family(outcomes: Iterable[Outcome], rule: str) -> dict[str, dict[str, Score]]:
+    """Of one rule, by family and class."""
+    result: dict[str, dict[str, Score]] = {}
+    for outcome in outcomes:
+        for fault, alarms in outcome.alarms.get(rule, {}).items():
+            if outcome.label is None:
+                result.setdefault(outcome.family, {}).setdefault(fault, Score()).add_healthy(outcome, fault, alarms)
+            elif outcome.label.fault == fault:
+                result.setdefault(outcome.family, {}).setdefault(fault, Score()).add_fault(outcome.label, alarms)
+    return result
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+_HEAD = (
+    "| class | rule | faults | recall (visible ≥ 1 h) | of those asked for a lead, in time | median lead | p10 lead |"
+    " median delay | false alarms | per GPU-week |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def table(found: Mapping[tuple[str, str], Score]) -> str:
+    """A markdown table by class and rule; bounds are two-sided 95 %."""
+    order = [*FAULT_CLASSES, "capacity"]
+    lines = [_HEAD]
+    for (rule, fault), score in sorted(found.items(), key=lambda item: (order.index(item[0][1]), item[0][0])):
+        lines.append("| " + " | ".join([fault, rule, *_cells(score)]) + " |")
+    return "\n".join(lines)
+
+
+def capacity_together(found: Mapping[tuple[str, str], Score]) -> dict[str, Score]:
+    """Classes of capacity as one, by rule: the faults of all, the false alarms of all on the same healthy weeks."""
+    result: dict[str, Score] = {}
+    for (rule, fault), score in found.items():
+        if fault in CAPACITY:
+            sum_ = result.setdefault(rule, Score())
+            for name in ("faults", "found", "visible", "visible_found", "asked", "in_time", "false_alarms"):
+                setattr(sum_, name, getattr(sum_, name) + getattr(score, name))
+            sum_.delays += score.delays
+            sum_.healthy_weeks = max(sum_.healthy_weeks, score.healthy_weeks)
+    return result
+
+
+def family_table(families: Mapping[str, Mapping[str, Score]]) -> str:
+    """A rule by family: recall where the family is a fault, false alarms by class where it is healthy."""
+    lines = ["| family | class | recall (visible ≥ 1 h) | in time | median lead | false alarms | per GPU-week |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for family, by_class in families.items():
+        for fault, score in by_class.items():
+            if score.faults or score.false_alarms:
+                cells = _cells(score)
+                lines.append("| " + " | ".join([family, fault, cells[1], cells[2], cells[3], *cells[-2:]]) + " |")
+    silent = [
+        f for f, by_class in families.items() if all(not s.faults and not s.false_alarms for s in by_class.values())
+    ]
+    weeks = sum(max((s.healthy_weeks for s in families[f].values()), default=0.0) for f in silent)
+    if silent:
+        lines.append(f"\nSilent throughout ({weeks:.0f} GPU-weeks): {', '.join(silent)}.")
+    return "\n".join(lines)
+
+
+def confusion_table(outcomes: Iterable[Outcome], rule: str) -> str:
+    """What else fired during a fault: runs of each class of fault with an alarm of each class between onset and end."""
+    classes = list(FAULT_CLASSES)
+    runs = dict.fromkeys(classes, 0)
+    fired = {fault: dict.fromkeys(classes, 0) for fault in classes}
+    for outcome in outcomes:
+        label = outcome.label
+        if label is None or outcome.family in APART:
+            continue
+        runs[label.fault] += 1
+        for fault, alarms in outcome.alarms.get(rule, {}).items():
+            fired[label.fault][fault] += any(label.onset <= alarm.start <= label.end for alarm in alarms)
+    lines = [f"| fault | runs | {' | '.join(classes)} |", "|---|---|" + "---|" * len(classes)]
+    lines += [
+        f"| {fault} | {runs[fault]} | {' | '.join(str(fired[fault][c]) for c in classes)} |"
+        for fault in classes
+        if runs[fault]
+    ]
+    return "\n".join(lines)
+
+
+def others_table(outcomes: Iterable[Outcome]) -> str:
+    """Alarms on healthy runs of verdicts that belong to no class of fault."""
+    weeks, counts = 0.0, dict[str, int]()
+    for outcome in outcomes:
+        if outcome.label is None and outcome.family not in APART:
+            weeks += outcome.gpu_weeks
+            for verdict, count in outcome.others.items():
+                counts[verdict] = counts.get(verdict, 0) + count
+    lines = ["| verdict and level | alarms on healthy runs | per GPU-week |", "|---|---|---|"]
+    lines += [f"| {verdict} | {count} | {_rate(count, weeks)} |" for verdict, count in sorted(counts.items())]
+    return "\n".join(lines)
+
+
+def _cells(score: Score) -> list[str]:
+    return [
+        f"{score.faults}",
+        _share(score.visible_found, score.visible),
+        _share(score.in_time, score.asked),
+        _duration(quantile(score.leads, 0.5)),
+        _duration(quantile(score.leads, 0.1)),
+        _duration(quantile(score.delays, 0.5)),
+        f"{score.false_alarms} in {score.healthy_weeks:.0f}" if score.healthy_weeks else "-",
+        _rate(score.false_alarms, score.healthy_weeks),
+    ]
+
+
+def _share(hits: int, of: int) -> str:
+    if not of:
+        return "-"
+    low, high = clopper_pearson(hits, of)
+    return f"{hits / of:.3f} ({low:.3f} to {high:.3f}), {hits}/{of}"
+
+
+def _rate(events: int, weeks: float) -> str:
+    if not weeks:
+        return "-"
+    low, high = poisson_rate(events, weeks)
+    return f"{events / weeks:.3g} ({low:.2g} to {high:.2g})"
+
+
+def _duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "-"
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
