@@ -30,11 +30,23 @@ FROZEN_WITHIN_S = 5 * INTERVAL_S
 CONFIG: dict[str, object] = {
     "intervals": dict.fromkeys(("gpu", "processes", "scrape", "host", "discovery"), f"{INTERVAL_S:g}s")
 }
-# Seconds where nothing else runs. Two ranks are eight processes that each read vLLM's modules before it answers.
+# Two ranks are eight processes, each of which reads vLLM's modules for 13 s of processor time before it answers.
 ENGINE_START_TIMEOUT_S = 480.0
 USABLE_BLOCKS = POOL_BLOCKS - 1
 PROMPT_TOKENS = 62
 
+READINGS = (
+    "kv_cache_usage_ratio",
+    "kv_cache_used_blocks",
+    "kv_cache_capacity_blocks",
+    "running_requests",
+    "waiting_requests",
+    "waiting_for_capacity_requests",
+    "preemptions_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "steps_total",
+)
 # What stays of an engine that has ended: who it was, how it is, and when it was last seen.
 KEPT_WHEN_GONE = {
     f"oomwatch_engine_{name}"
@@ -47,8 +59,6 @@ KEPT_WHEN_GONE = {
         "restarts_total",
     )
 }
-
-Identity = tuple[str, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True)
@@ -90,16 +100,26 @@ class Watched:
         found = page.series(f"oomwatch_engine_{name}", engine=self.name)
         return {dict(labels)["rank"]: value for labels, value in found.items()}
 
-    def identities(self, page: Page) -> set[Identity]:
-        return {(name, labels) for name, labels in page.identities() if ("engine", self.name) in labels}
-
-    def readings(self, page: Page) -> dict[Identity, float]:
-        """Every value that a rank has."""
+    def families(self, page: Page) -> set[str]:
+        """Names of what is said of the engine itself, its verdicts left out."""
         return {
-            (name, labels): value
-            for name in {name for name, labels in self.identities(page) if "rank" in dict(labels)}
-            for labels, value in page.series(name, engine=self.name).items()
+            name
+            for name, labels in page.identities()
+            if name.startswith("oomwatch_engine_") and ("engine", self.name) in labels
         }
+
+    def readings(self, page: Page) -> dict[str, dict[str, float]]:
+        """What the pages of the server said of its ranks."""
+        return {name: values for name in READINGS if (values := self.ranks(page, name))}
+
+    def wait_until_requests_run(self, rank: int = 0) -> None:
+        """Ask the server itself, for a load may be over when the daemon has seen it."""
+        wait_until(
+            lambda: (self.engine.metric("vllm:num_requests_running", engine=str(rank)) or 0) > 0,
+            30,
+            f"rank {rank} works",
+            interval_s=0.02,
+        )
 
     def wait_until_idle(self) -> Page:
         def idle(page: Page) -> bool:
@@ -242,8 +262,8 @@ class TestOneEngine:
         assert watched.number(page, "generation_tokens_total") < before + 8 * 300
 
     def test_is_frozen_while_its_worker_hangs_behind_a_green_health_check(self, watched: Watched) -> None:
-        load = watched.engine.start_load(4)
-        watched.daemon.wait_for(lambda page: watched.number(page, "running_requests") > 0, "requests run")
+        load = watched.engine.start_load(8, concurrency=4)
+        watched.wait_until_requests_run()
         watched.engine.sigstop_worker()
         try:
             stopped = time.monotonic()
@@ -270,7 +290,7 @@ class TestOneEngine:
 
     # The last test of the class: it ends the engine.
     def test_is_gone_within_two_intervals_of_its_workers_death_and_its_last_values_stay(self, watched: Watched) -> None:
-        watched.engine.start_load(4)
+        watched.engine.start_load(100, concurrency=4)  # more than it lives to serve
         watched.daemon.wait_for(lambda page: watched.number(page, "running_requests") > 0, "requests run")
         killed, killed_at = time.monotonic(), time.time()
         watched.engine.kill_worker()
@@ -278,7 +298,7 @@ class TestOneEngine:
         assert time.monotonic() - killed <= TWO_INTERVALS_S + 1, "vLLM's own end takes up to a second"
 
         gone = watched.daemon.wait_for(lambda page: watched.state(page) == "gone", "its processes have ended")
-        assert {name for name, _ in watched.identities(gone)} == KEPT_WHEN_GONE
+        assert watched.families(gone) == KEPT_WHEN_GONE
         assert watched.value(gone, "up") == 0
         last_seen = watched.value(gone, "last_seen_timestamp_seconds")
         assert last_seen is not None
@@ -360,8 +380,8 @@ class TestTwoDataParallelRanks:
 
     def test_are_frozen_one_by_one(self, watched: Watched) -> None:
         """The other rank works on, and so does the server's health check."""
-        hanging = watched.engine.start_load(2, rank=1)
-        watched.daemon.wait_for(lambda page: watched.number(page, "running_requests", 1) > 0, "rank 1 has requests")
+        hanging = watched.engine.start_load(8, concurrency=4, rank=1)
+        watched.wait_until_requests_run(rank=1)
         watched.engine.sigstop_worker(rank=1)
         try:
             stopped = time.monotonic()
@@ -387,7 +407,7 @@ class TestTwoDataParallelRanks:
     def test_end_together_when_one_scheduler_is_killed(self, watched: Watched) -> None:
         watched.engine.kill_engine_core(1)
         gone = watched.daemon.wait_for(lambda page: watched.state(page) == "gone", "the engine has ended", 60)
-        assert {name for name, _ in watched.identities(gone)} == KEPT_WHEN_GONE
+        assert watched.families(gone) == KEPT_WHEN_GONE
         ranks = watched.status()["last_answer"]["ranks"]
         assert [(rank["rank"], rank["kv_blocks_total"]) for rank in ranks] == [
             ("0", USABLE_BLOCKS),
