@@ -82,8 +82,8 @@ def main() -> None:
     nvitop = nvitop_command(HERE.parents[1] / ".cache", NVITOP_VERSION)
     load_before = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="oomwatch-cost-") as folder, simulated_node(Path(folder)) as node:
-        stretches = long_run(node, nvitop, options.rounds, options.seconds, options.interval)
         scrapes, requests_to_engines = bursts(node, nvitop, options.rounds, options.scrapes)
+        stretches = long_run(node, nvitop, options.rounds, options.seconds, options.interval)
     results = Results(
         interval=options.interval,
         stretches=stretches,

@@ -71,16 +71,23 @@ class Client:
 
 @dataclass(frozen=True)
 class Page:
-    """Size of a page of metrics: samples, bytes, and bytes as sent."""
+    """Size of a page of metrics: samples, bytes, and bytes as sent; and how many engines it tells of."""
 
     samples: int
     size: int
     sent: int
+    engines: int
 
     @classmethod
     def of(cls, sent: bytes) -> Page:
         text = gzip.decompress(sent)
-        return cls(sum(not line.startswith(b"#") for line in text.splitlines()), len(text), len(sent))
+        lines = text.splitlines()
+        return cls(
+            samples=sum(not line.startswith(b"#") for line in lines),
+            size=len(text),
+            sent=len(sent),
+            engines=sum(line.startswith(b"oomwatch_engine_info{") for line in lines),
+        )
 
 
 @dataclass(frozen=True)

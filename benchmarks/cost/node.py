@@ -43,7 +43,7 @@ class Node:
         return sim
 
     def engine_requests(self) -> int:
-        """HTTP requests that the engines have answered so far."""
+        """HTTP requests of the measured daemon that the engines have answered so far."""
         urls = [f"http://127.0.0.1:{port}{REQUESTS_PATH}" for port in self.engine_ports]
         return sum(int(requests.get(url, timeout=10).text) for url in urls)
 

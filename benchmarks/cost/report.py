@@ -22,10 +22,10 @@ _METHOD = """\
 - {gpus} simulated H100 with {each} processes each, MIG off: {processes} real, idle processes, so that /proc is read for
   each. The driver library is the C library of `tests/nvml_sim`, whose calls take no time of their own; the pynvml above
   it is the unmodified one.
-- {engines} engines, each a process of its own that oomwatch finds by its command line, with an engine core and two
-  workers that GPUs list. They serve `{page}` ({page_bytes:,} bytes, captured from
-  a real vLLM), with counters that move from scrape to scrape. oomwatch reads all of them; nvitop-exporter knows no
-  engines.
+- {engines} engines, each a process of its own that is configured and that discovery finds too, with an engine core and
+  two workers that GPUs list. They serve `{page}` ({page_bytes:,} bytes, captured from
+  a real vLLM), with counters that move from scrape to scrape. oomwatch reads all of them, and whatever else serves like
+  vLLM on the machine during the run; nvitop-exporter knows no engines.
 - oomwatch polls GPUs, engines and discovery every {interval:g} s, the host every {host:g} s, process lists every
   {lists:g} s: the default intervals in proportion. nvitop-exporter runs twice, with the same interval and with its
   default of 1 s.
@@ -101,6 +101,7 @@ def _lines(results: Results) -> list[str]:
             for last in (runs[-1] for runs in results.stretches.values())
         )
         + " |",
+        _row(results, "engines on the page", lambda s: s.page.engines if s.page else 0, 0),
         "",
         f"| {per_scrape['oomwatch'][0].count} scrapes in a row | " + " | ".join(per_scrape) + " |",
         "|---|" + "---:|" * len(per_scrape),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.cost.engine import MARK
 from benchmarks.cost.node import Node
 from tests.e2e.daemon import OomwatchDaemon
 from tests.e2e.processes import ServerProcess, free_port
@@ -30,13 +31,20 @@ class Watcher:
 
 @contextmanager
 def oomwatch(node: Node, interval: float) -> Iterator[Watcher]:
-    """Every default interval in the same proportion to that of the GPUs, so that lists are read each fourth time."""
+    """Every default interval in the same proportion to that of the GPUs, so that lists are read each fourth time.
+
+    The engines are configured, for the sake of a header; discovery finds the same ones.
+    """
     folder = _folder(node, "oomwatch")
     intervals = {"gpu": interval, "scrape": interval, "discovery": interval}
     slower = {"host": min(2 * interval, 3600), "processes": 4 * interval}
-    config = {
+    config: dict[str, object] = {
         "intervals": {name: f"{seconds:g}s" for name, seconds in (intervals | slower).items()},
         "history": {"directory": str(folder)},
+        "engines": [
+            {"name": f"model-{number}", "url": f"http://127.0.0.1:{port}", "headers": {MARK: "yes"}}
+            for number, port in enumerate(node.engine_ports)
+        ],
     }
     with node.driver(folder.name) as sim:
         daemon = OomwatchDaemon(folder, config, environment=environment(node.library, sim))
