@@ -58,5 +58,5 @@ $(VENV)/.run: $(VENV)/.created pyproject.toml constraints.txt exporter/oomwatch/
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt exporter/oomwatch/__init__.py
-	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[bench,dev]'
 	@touch $@ $(VENV)/.run
