@@ -16,6 +16,7 @@ import psutil
 import pytest
 import requests
 
+from oomwatch.families import DERIVED
 from tests.conftest import MakeSim
 from tests.e2e.daemon import OomwatchDaemon, Page
 from tests.e2e.processes import wait_until
@@ -60,12 +61,27 @@ def start_daemon(tmp_path: Path, nvml_library: Path) -> Iterator[StartDaemon]:
         yield start
 
 
-def engines_of(page: Page, engine: str) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
-    return {(name, labels) for name, labels in page.identities() if ("engine", engine) in labels}
+# What is concluded of a subject comes by and by, whatever happens to another.
+CONCLUDED = ("oomwatch_verdict_", "oomwatch_incident", *(derived.family.name for derived in DERIVED))
+
+Identity = tuple[str, tuple[tuple[str, str], ...]]
 
 
-def of_gpu(page: Page, uuid: str) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
-    return {(name, labels) for name, labels in page.identities() if ("gpu", uuid) in labels}
+def read_of(page: Page, label: str, value: str) -> set[Identity]:
+    """Names and labels of the series that were read of one subject, without what was concluded of it."""
+    return {
+        (name, labels)
+        for name, labels in page.identities()
+        if (label, value) in labels and not name.startswith(CONCLUDED)
+    }
+
+
+def engines_of(page: Page, engine: str) -> set[Identity]:
+    return read_of(page, "engine", engine)
+
+
+def of_gpu(page: Page, uuid: str) -> set[Identity]:
+    return read_of(page, "gpu", uuid)
 
 
 def used(page: Page, uuid: str) -> float | None:
