@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from oomwatch.advice import FLAGS
-from oomwatch.config import load
+from oomwatch.config import Config, load
 from oomwatch.families import FAMILIES
 from oomwatch.sources.vllm.meaning import release
 from oomwatch.sources.vllm.names import BY_FIELD, CACHE_CONFIG
@@ -136,7 +136,55 @@ def plain_rules(name: str) -> list[dict[str, str]]:
     return [rule for group in groups for rule in group["rules"] if rule.get("alert") == name]
 
 
+# Settings whose defaults the runbook of a verdict tells in words.
+TOLD: Mapping[str, tuple[str, ...]] = {
+    "startup-oom": ("climbs_to", "within", "tight_ratio"),
+    "concurrency-low": ("ticket_below", "info_below"),
+    "budget-overrun": ("ticket_above", "ticket_after"),
+    "margin-thin": ("ticket_below", "info_below", "info_below_ratio"),
+    "headroom-low": ("window", "ticket_below", "ticket_below_ratio", "page_below", "fall", "falling_for"),
+    "kv-exhaustion": (
+        *("full_usage", "rate_window", "preemption_window", "preemptions_per_finished"),
+        *("after", "rate_down_to", "page_rate_down_to", "page_after", "baseline_minutes"),
+    ),
+    "preemption-pressure": ("window", "preemptions_per_finished", "after", "usage", "least_finished"),
+    "admission-stall": ("after", "deferred_after", "usage"),
+    "ranks-unbalanced": ("times_the_median", "after"),
+    "engine-stuck": ("after", "slow_after", "first_token_after", "start_grace"),
+    "orphan-memory": ("at_least", "lasting", "start_grace", "longest_start"),
+    "crash-loop": ("within", "ticket_within"),
+    "kv-tail-waste": ("share", "after", "least_running"),
+    "kv-block-leak": (
+        *("ticket_share", "page_share", "page_growing_share", "page_within", "wedge_share"),
+        *("connector_ticket_share", "connector_page_share", "hold_time"),
+    ),
+    "gpu-memory-leak": ("ticket_growth", "ticket_growth_share", "page_within", "sleep_growth"),
+    "host-memory-leak": ("ticket_within", "page_within"),
+    "metrics-missing": ("after",),
+    "source-stale": ("ticket_after", "start_grace", "ended_after"),
+    "nvml-stuck": ("ticket_after",),
+}
+
+
+def in_words(default: object) -> set[str]:
+    """How a default may stand in a text: a share, a count, a duration or a size."""
+    assert isinstance(default, (int, float))
+    number = f"{default:g}"
+    spans = (("s", 1), ("min", 60), ("h", 3600), ("days", 86400))
+    sizes = (("MiB", 1024**2), ("GiB", 1024**3))
+    return {number, f"{default * 100:g} %"} | {
+        f"{default // size:g} {unit}" for unit, size in (*spans, *sizes) if default >= size and not default % size
+    }
+
+
 class TestVerdicts:
+    @pytest.mark.parametrize(("verdict", "setting"), [(name, key) for name, keys in TOLD.items() for key in keys])
+    def test_its_thresholds_are_those_of_the_configuration(self, verdict: str, setting: str) -> None:
+        thresholds = getattr(Config().detection.thresholds, verdict.replace("-", "_"))
+        text = re.sub(r"\s+", " ", text_of(RUNBOOKS / f"{CATALOGUE[verdict].alert}.md"))
+        words = in_words(getattr(thresholds, setting))
+        assert [word for word in words if re.search(rf"(?<![\d.]){re.escape(word)}(?![\d.]*\d)", text)], words
+
     @pytest.mark.parametrize("name", CATALOGUE)
     def test_the_first_command_asks_for_this_verdict(self, name: str) -> None:
         page = RUNBOOKS / f"{CATALOGUE[name].alert}.md"
