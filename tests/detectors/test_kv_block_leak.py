@@ -1,5 +1,6 @@
 """kv-block-leak: blocks that no request owns."""
 
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -254,6 +255,63 @@ def test_a_leak_shows_in_the_floor_under_low_load(per_hour: float) -> None:
     assert course.first("page") < DAY + 0.85 * hours_to_full * HOUR
     page = next(finding for _, finding in course.findings if finding.state == "page")
     assert page.evidence["method"] == "low load"
+
+
+def test_a_leak_that_keeps_the_pool_full_shows_in_how_few_requests_fill_it() -> None:
+    """Requests wait all day and the gauge stands at 98 %; what falls is the number that runs."""
+    rank = Rank(blocks=8000, facts=type(FACTS)("llama"))
+    traffic = Traffic(seed=7, quiet=10, busy=60)
+
+    def sample(t: float) -> RankSample:
+        if t < DAY:
+            running, owned = traffic.step(t)
+            return rank.reading(t, owned, running=running)
+        lost = (t - DAY) / HOUR * 250
+        room = (0.98 * 8000 - lost) / 33
+        return rank.reading(t, 0.98 * 8000, running=round(max(3, room + 4 * math.sin(t))), waiting=12)
+
+    course = watch(kv_detector(), DAY + 24 * HOUR, sample, every=45)
+    assert DAY < course.first("page") < DAY + 22 * HOUR
+
+
+def test_a_full_pool_of_longer_requests_is_no_leak() -> None:
+    """Fewer run because each is longer, and those that finish say so."""
+    rank = Rank(blocks=8000, facts=type(FACTS)("llama"))
+    traffic = Traffic(seed=7, quiet=10, busy=60)
+    tokens = {"prompt": 0.0, "finished": 0.0}
+
+    def sample(t: float) -> RankSample:
+        length = 1.0 if t < DAY else 1 + 2 * min(1.0, (t - DAY) / (8 * HOUR))
+        tokens["prompt"] += 10 * 33 * 16 * length
+        tokens["finished"] += 10
+        if t < DAY:
+            running, owned = traffic.step(t)
+            whole = rank.reading(t, owned, running=running)
+        else:
+            whole = rank.reading(t, 7840, running=round(7840 / 33 / length + 4 * math.sin(t)), waiting=12)
+        counters = replace(
+            whole.reading,
+            request_prompt_tokens=tokens["prompt"],
+            request_generation_tokens=0.0,
+            finished={"stop": tokens["finished"]},
+        )
+        return replace(whole, reading=counters)
+
+    assert LEVEL[watch(kv_detector(), 2 * DAY, sample, every=45).worst] < LEVEL["ticket"]
+
+
+def test_waiting_requests_own_nothing_unless_a_connector_loads_for_them() -> None:
+    facts = replace(FACTS, kv_connector=False)
+    rank = Rank(facts=facts)
+
+    def old(sample: RankSample) -> RankSample:
+        return without(sample, "waiting_deferred", "waiting_capacity")
+
+    seen = watch(kv_detector(), 60, lambda t: old(rank.reading(t, 1000, running=0, waiting=3)))
+    assert seen.last.state == "page"
+    untold = Rank()
+    unsure = watch(kv_detector(), 60, lambda t: old(untold.reading(t, 1000, running=0, waiting=3)))
+    assert LEVEL[unsure.worst] < LEVEL["info"]
 
 
 # --- lives, gaps, missing series -----------------------------------------------------------------------------------

@@ -128,6 +128,7 @@ _REFRESH = 60.0  # seconds after which the numbers of a finding are made anew th
 _FROZEN = 120.0  # seconds without a token while requests run, after which a page does not show the present
 _GROUPS = 3  # at most, of blocks that one token takes in models with several kinds of attention
 _HOLDS = 3  # times the hold time: a floor over so long is no connector's
+_FEW = 10  # requests, below which their mean length tells little of what they own
 _MEMORY_WINDOWS = 24  # widths of a window, among whose readings quiet ones are looked for
 _LARGEST_GAP = 120.0  # between two readings whose difference still tells how blocks follow requests
 
@@ -185,18 +186,48 @@ class _Scale:
         return _LowLoadLeak(values[-1], values[-1] - values[-_STEPS], trend, self.floors.width, t)
 
 
+class _RequestLength:
+    """How much longer finished requests are of late than those that the blocks of a request were learnt from."""
+
+    def __init__(self, memory: float) -> None:
+        self._late = Forgetting(min(HOUR, memory))
+        self._learnt = Forgetting(memory)
+        self._last: tuple[float, float] | None = None
+
+    def add(self, t: float, reading: RankReading, learning: bool) -> None:
+        """Take in the counters of finished requests, where there are any."""
+        prompt, generated = known(reading.request_prompt_tokens), known(reading.request_generation_tokens)
+        finished = known(reading.finished)
+        if prompt is None or generated is None or finished is None:
+            return
+        total = (prompt + generated, sum(finished.values()))
+        last, self._last = self._last, total
+        if last is not None and total[1] > last[1] and total[0] >= last[0]:
+            mean = (total[0] - last[0]) / (total[1] - last[1])
+            self._late.add(t, mean)
+            if learning:
+                self._learnt.add(t, mean)
+
+    @property
+    def growth(self) -> float:
+        """A factor of at least 1."""
+        return max(1.0, self._late.mean / self._learnt.mean) if self._learnt.mean > 0 else 1.0
+
+
 class _LowLoad:
     """Floors of what running requests do not explain, for engines that are never idle. Shares of the pool.
 
-    Used blocks follow running requests by a factor that differences of neighbouring readings give; what is left has a
-    floor when few requests run. Traffic moves that floor up and down; a leak only up. Short windows look for quiet
-    readings among those of the last hours, so that a leak of a busy day need not wait for the night.
+    Used blocks follow running requests by a factor that differences of neighbouring readings give, and that grows with
+    the length of requests; what is left has a floor when few requests run. Traffic moves that floor up and down; a leak
+    only up. Short windows look for quiet readings among those of the last hours, so that a leak of a busy day need not
+    wait for the night.
     """
 
     def __init__(self, settings: KvBlockLeakSettings) -> None:
         self._sigmas = settings.low_load_sigmas
         memory = settings.low_load_memory
         self._factor = DifferenceSlope(memory, _LARGEST_GAP)
+        self._length = _RequestLength(memory)
         self._quiet: dict[float, _QuietReadings] = {}
         self._scales: list[tuple[float, _Scale]] = []
         for width, rise in zip(settings.low_load_windows, settings.low_load_rises, strict=True):
@@ -205,19 +236,34 @@ class _LowLoad:
             self._scales.append((span, _Scale(width, rise, span)))
         self.leak: _LowLoadLeak | None = None
 
-    def add(self, t: float, used: float, running: float, waiting: float) -> bool:
-        """Take in a reading; whether it may have changed what is concluded."""
+    def add(self, t: float, used: float, reading: RankReading, longest: float | None) -> bool:
+        """Take in a reading; whether it may have changed what is concluded. ``longest`` request's share of the pool."""
         before = self.leak
         if before is not None and used < 0.8 * before.floor:
             self.leak = None  # less in use than seemed lost
-        self._factor.add(t, running, used)
+        running = known(reading.running) or 0.0
+        waiting = bool(known(reading.waiting))
+        self._length.add(t, reading, learning=not waiting)
+        if not waiting:
+            self._factor.add(t, running, used)  # in a full pool blocks do not follow requests
         quiet = {span: readings.add(t, running) for span, readings in self._quiet.items()}
-        if waiting == 0:
-            rest = used - max(0.0, self._factor.slope or 0.0) * running
-            for span, scale in self._scales:
-                if quiet[span] and scale.add(t, rest):
-                    self.leak = scale.leak(t, self._sigmas) or self.leak
+        factor = self._factor.slope
+        if factor is None:
+            return self.leak is not before
+        rest = used - self._owned(max(0.0, factor) * self._length.growth, running, longest)
+        for index, (span, scale) in enumerate(self._scales):
+            if waiting and index == 0:
+                continue  # an overfull pool wavers within minutes as requests push each other out
+            if quiet[span] and scale.add(t, rest):
+                self.leak = scale.leak(t, self._sigmas) or self.leak
         return self.leak is not before
+
+    def _owned(self, each: float, running: float, longest: float | None) -> float:
+        """What requests own by their number; a few may be much longer than the mean, but not than the longest."""
+        if running >= _FEW:
+            return each * running
+        most = running * longest if longest is not None else math.inf
+        return min(most, each * _FEW) if running else 0.0
 
     @property
     def windows(self) -> int:
@@ -312,10 +358,11 @@ class KvBlockLeak:
             self._beyond_holds.add(t, used)
         if running > 0 and self._moved is not None and t - self._moved > _FROZEN:
             return  # before 0.10.2 gauges stay as they were when an abort empties the engine, and a hung one freezes
-        owned = self._most_owned(running, waiting, sample)
+        longest = _share_of_longest(sample)
+        owned = self._most_owned(running, waiting, sample, longest)
         if owned is not None:
-            self._bound(t, used - owned, running + waiting == 0)
-        if self._low_load.add(t, used, running, waiting):
+            self._bound(t, used - owned, owned == 0)
+        if self._low_load.add(t, used, sample.reading, longest):
             self._finding = None
 
     @property
@@ -368,14 +415,18 @@ class KvBlockLeak:
             self._wedged_since = t
         self._wedged = used
 
-    def _most_owned(self, running: float, waiting: float, sample: RankSample) -> float | None:
-        """The largest share that the requests can own, None where that is not known. One request more is slack."""
+    def _most_owned(self, running: float, waiting: float, sample: RankSample, longest: float | None) -> float | None:
+        """The largest share that the requests can own, None where that is not known. One request more is slack.
+
+        Waiting requests own blocks only while a connector loads for them, which vLLM counts as deferred (0.20+).
+        """
         deferred = known(sample.reading.waiting_deferred)
-        holders = running + (waiting if deferred is None else deferred)
+        if deferred is None:
+            deferred = waiting if self._holding or not _told_of_connector(sample) else 0.0
+        holders = running + deferred
         if holders == 0:
-            return 0.0 if waiting == 0 or not self._holding else None
-        longest = _share_of_longest(sample) if self._bound_holds else None
-        return None if longest is None else (holders + 1) * longest
+            return 0.0
+        return None if longest is None or not self._bound_holds else (holders + 1) * longest
 
     def _bound(self, t: float, excess: float, idle: bool) -> None:
         """A reading in which at least ``excess`` belongs to no request."""
@@ -560,6 +611,11 @@ def _what_is_missing(used: float | None, running: float | None, waiting: float |
     if running is None or waiting is None:
         return "the page does not tell how many requests run and wait"
     return ""
+
+
+def _told_of_connector(sample: RankSample) -> bool:
+    """Whether it is known that there is a KV connector or none; before 0.11.1 no series tells."""
+    return sample.facts.kv_connector is not None or known(sample.reading.external_prefix_queries) is not None
 
 
 def _share_of_longest(sample: RankSample) -> float | None:
