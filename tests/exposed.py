@@ -10,6 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from oomwatch.exposition import ConfigStatus, SnapshotCollector, registry, render
+from oomwatch.history import HistoryStatus
 from oomwatch.snapshot import Snapshot
 from oomwatch.sources.nvml.calls import CallStats, FunctionStats
 from tests.e2e.tools import require_tool
@@ -18,6 +19,9 @@ CONFIG = ConfigStatus(successful=True, loaded_at=1_789_990_000.0, sha256="5" * 6
 CALLS: CallStats = {
     "nvmlDeviceGetMemoryInfo_v2": FunctionStats(calls=300, seconds=0.125, errors={"GPU_IS_LOST": 0, "TIMEOUT": 4})
 }
+HISTORY = HistoryStatus(
+    enabled=True, size_bytes=4 << 20, oldest=1_789_900_000.0, last_write=1_789_999_990.0, write_seconds=0.004
+)
 Series = tuple[str, frozenset[tuple[str, str]]]
 
 
@@ -27,6 +31,7 @@ def collector(snapshot: Snapshot, process_series: int = 32) -> SnapshotCollector
         process_series_per_gpu=lambda: process_series,
         config=lambda: CONFIG,
         nvml_calls=lambda: CALLS,
+        history=lambda: HISTORY,
     )
 
 

@@ -125,6 +125,8 @@ class Daemon:
             process_series_per_gpu=lambda: self._config.exposition.process_series_per_gpu,
             config=lambda: self._status,
             nvml_calls=self._feed.call_stats,
+            history=lambda: self.history.status if self.history else None,
+            internal_errors=lambda: self.pipeline.failures,
         )
         everything = registry(collector)
         web = self._config.web

@@ -40,6 +40,7 @@ from oomwatch.snapshot import (
 from oomwatch.verdicts import KILLERS, Verdict
 
 if TYPE_CHECKING:
+    from oomwatch.history import HistoryStatus
     from oomwatch.sources.nvml.calls import CallStats
 
 T = TypeVar("T")
@@ -76,11 +77,15 @@ class SnapshotCollector(Collector):
         process_series_per_gpu: Callable[[], int],
         config: Callable[[], ConfigStatus],
         nvml_calls: Callable[[], CallStats] = dict,
+        history: Callable[[], HistoryStatus | None] = lambda: None,
+        internal_errors: Callable[[], int] = int,
     ) -> None:
         self._snapshot = snapshot
         self._process_series_per_gpu = process_series_per_gpu
         self._config = config
         self._nvml_calls = nvml_calls
+        self._history = history
+        self._internal_errors = internal_errors
 
     def describe(self) -> Iterator[Metric]:
         return _Page().families()
@@ -88,7 +93,8 @@ class SnapshotCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         page = _Page()
         snapshot = self._snapshot()
-        _put_daemon(page, snapshot, self._config())
+        _put_daemon(page, snapshot, self._config(), self._internal_errors())
+        _put_history(page, self._history())
         for source in snapshot.sources:
             _put_source(page, source)
         _put_driver(page, snapshot)
@@ -193,12 +199,26 @@ class _Places:
 # --- daemon, sources, driver -----------------------------------------------------------------------------------
 
 
-def _put_daemon(page: _Page, snapshot: Snapshot, config: ConfigStatus) -> None:
+def _put_daemon(page: _Page, snapshot: Snapshot, config: ConfigStatus, internal_errors: int) -> None:
     page.put("oomwatch_build_info", 1, __version__, platform.python_version())
     page.put("oomwatch_config_info", 1, config.sha256)
     page.put("oomwatch_config_last_reload_successful", config.successful)
     page.put("oomwatch_config_last_reload_success_timestamp_seconds", config.loaded_at)
     page.put("oomwatch_snapshot_timestamp_seconds", snapshot.t or None)
+    page.put("oomwatch_internal_errors_total", internal_errors)
+
+
+def _put_history(page: _Page, history: HistoryStatus | None) -> None:
+    if history is None:
+        return
+    page.put("oomwatch_history_up", history.enabled and not history.problem)
+    page.put("oomwatch_history_size_bytes", history.size_bytes)
+    page.put("oomwatch_history_oldest_timestamp_seconds", history.oldest)
+    page.put("oomwatch_history_last_write_timestamp_seconds", history.last_write)
+    page.put("oomwatch_history_write_seconds", history.write_seconds)
+    page.put("oomwatch_history_waiting_bytes", history.waiting_bytes)
+    page.put("oomwatch_history_write_failures_total", history.failures)
+    page.put("oomwatch_history_lost_observations_total", history.lost_observations)
 
 
 def _put_source(page: _Page, source: SourceView) -> None:

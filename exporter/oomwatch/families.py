@@ -95,6 +95,41 @@ def _daemon() -> Iterator[Family]:
         "Unix time that this page is of: everything on it is of one moment.",
         absent="nothing was observed yet",
     )
+    yield family(
+        "oomwatch_internal_errors_total",
+        "Observations that could not be folded and snapshots that could not be built: defects of oomwatch; from 0.",
+        kind="counter",
+    )
+
+
+def _history() -> Iterator[Family]:
+    family = partial(
+        Family,
+        source="this program",
+        section="The memory on disk",
+        cadence=AS_IT_HAPPENS,
+        absent="nothing is kept (history.enabled is false, or the demo)",
+    )
+    yield family("oomwatch_history_up", "1 while the database is written, 0 while memory alone keeps what is observed.")
+    yield family("oomwatch_history_size_bytes", "Size of the database's files.")
+    yield family(
+        "oomwatch_history_oldest_timestamp_seconds",
+        "Unix time of the oldest observation that is kept.",
+        absent="nothing was written yet",
+    )
+    yield family(
+        "oomwatch_history_last_write_timestamp_seconds",
+        "Unix time of the last successful write.",
+        absent="nothing was written yet",
+    )
+    yield family("oomwatch_history_write_seconds", "How long the last write took.", absent="nothing was written yet")
+    yield family("oomwatch_history_waiting_bytes", "What memory holds until it can be written.")
+    yield family("oomwatch_history_write_failures_total", "Writes that failed; from 0.", kind="counter")
+    yield family(
+        "oomwatch_history_lost_observations_total",
+        "Observations that could not be kept, for want of a database for long; from 0.",
+        kind="counter",
+    )
 
 
 def _sources() -> Iterator[Family]:
@@ -849,6 +884,7 @@ DERIVED: tuple[Derived, ...] = tuple(_derived())
 
 FAMILIES: tuple[Family, ...] = (
     *_daemon(),
+    *_history(),
     *_sources(),
     *_nvml(),
     *_gpus(),

@@ -54,7 +54,7 @@ _MOST_SET_ASIDE = 3  # in one life of the daemon: a disk that damages every file
 _BIN_SECONDS = 1800
 _MOST_SERIES = 512
 _STOP_SECONDS = 5.0
-_REPLAYED_BYTES = 48 * 1024**2  # of text at most, where the state is made anew: some 30 s of one core
+_REPLAYED_BYTES = 8 * 1024**2  # of text at most, where the state is made anew: some 10 s of one core
 _CLOCKS_APART = 5.0
 
 Fill = Callable[[Iterable[EngineFacts], float, float], Iterable[Observation]]

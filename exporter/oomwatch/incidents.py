@@ -33,7 +33,7 @@ TABLE = (
     Rule("crash-loop", ("startup-refused", "startup-oom", "runtime-oom", "source-stale"), "engine"),
     Rule("runtime-oom", ("engine-stuck", "source-stale", "orphan-memory"), "engine-and-devices"),
     Rule("kv-block-leak", ("kv-exhaustion", "engine-stuck", "admission-stall", "preemption-pressure"), "rank"),
-    Rule("engine-stuck", ("admission-stall",), "engine"),
+    Rule("engine-stuck", ("admission-stall", "ranks-unbalanced"), "engine"),
     Rule("gpu-memory-leak", ("budget-overrun", "headroom-low"), "engine-and-devices"),
     Rule("kv-exhaustion", ("preemption-pressure",), "rank"),
     Rule("orphan-memory", ("headroom-low", "startup-refused"), "device"),
