@@ -34,6 +34,7 @@ from oomwatch.detectors.statistics import (
     SurpriseSteps,
     Thinned,
     Trend,
+    halved,
     ratchet,
     seconds_until,
     theil_sen,
@@ -778,7 +779,7 @@ class _GrowthTest:
         fine, coarse = self._bins.floors(), self._long.floors()
         series = [fine[-n:] for n in self._WINDOWS if len(fine) >= n]
         series += [coarse[-n:] for n in self._WINDOWS[1:] if len(coarse) >= n]
-        return [trend for points in series if (trend := theil_sen(points, 0.9)) is not None]
+        return [trend for points in series if (trend := theil_sen(halved(points), 0.9)) is not None]
 
     def _keeps_on(self, steps: list[Point]) -> bool:
         """Whether the later half of the time since the warm-up has its share of the growth, and of the steps.
