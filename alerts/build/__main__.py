@@ -17,7 +17,7 @@ from alerts.build.links import Links
 @click.option("--page", default=Links.page, show_default=True, help="Template of the address of the daemon's page.")
 @click.option("--folder", type=click.Path(path_type=Path), default=FOLDER, help="Where to write; this project's root.")
 def main(check: bool, runbooks: str, grafana: str, page: str, folder: Path) -> None:
-    """Make alerts/rules/*.yml and deploy/kubernetes/prometheusrule.yaml."""
+    """Make alerts/rules/*.yml, alerts/alertmanager.yml and deploy/kubernetes/prometheusrule.yaml."""
     old = [
         (folder / name, text)
         for name, text in made(Links(runbooks, grafana, page)).items()

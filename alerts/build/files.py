@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from alerts.build.alertmanager import alertmanager
 from alerts.build.fleet import fleet_rules
 from alerts.build.links import Links
 from alerts.build.meta import meta_rules
@@ -23,6 +24,7 @@ def made(links: Links) -> dict[str, str]:
     files = rule_files(links)
     return {
         **{f"alerts/rules/{file.name}": file.text() for file in files},
+        "alerts/alertmanager.yml": alertmanager(),
         "deploy/kubernetes/prometheusrule.yaml": manifest(
             files, "monitoring.coreos.com/v1", "PrometheusRule", "oomwatch"
         ),

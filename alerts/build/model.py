@@ -72,7 +72,7 @@ class RuleFile:
     groups: tuple[Group, ...]
 
     def text(self) -> str:
-        lines = [*_comment(HEAD, 0), "#", *_comment(self.comment, 0), "groups:"]
+        lines = [*comment_lines(HEAD, 0), "#", *comment_lines(self.comment, 0), "groups:"]
         for group in self.groups:
             lines += ["", *group_lines(group, 2)]
         return "\n".join(lines) + "\n"
@@ -81,7 +81,7 @@ class RuleFile:
 def manifest(files: Iterable[RuleFile], api: str, kind: str, name: str) -> str:
     """The same groups as a Kubernetes object for the Prometheus Operator."""
     lines = [
-        *_comment(HEAD, 0),
+        *comment_lines(HEAD, 0),
         f"apiVersion: {api}",
         f"kind: {kind}",
         "metadata:",
@@ -109,7 +109,7 @@ def group_lines(group: Group, indent: int) -> Iterator[str]:
     for number, rule in enumerate(group.rules):
         if number:
             yield ""
-        yield from _comment(rule.comment, indent + 4)
+        yield from comment_lines(rule.comment, indent + 4)
         lines = list(_mapping(rule.plain(), indent + 6))
         yield f"{pad}    - {lines[0].lstrip()}"
         yield from lines[1:]
@@ -136,7 +136,7 @@ def _is_plain(value: str) -> bool:
         return False
 
 
-def _comment(text: str, indent: int) -> Iterator[str]:
+def comment_lines(text: str, indent: int) -> Iterator[str]:
     pad = " " * indent
     for paragraph in filter(None, text.split("\n")):
         yield from (f"{pad}# {line}" for line in textwrap.wrap(paragraph, 118 - indent))
