@@ -29,8 +29,9 @@ format: $(VENV)/.dev ## Sort imports, mend what ruff can mend, format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.dev ## Write the generated pages of docs/ anew
+docs: $(VENV)/.dev ## Write the generated pages of docs/ and the rules of alerts/ anew
 	$(BIN)/python -m oomwatch.docs
+	$(BIN)/python -m alerts.build
 
 golden: $(VENV)/.dev ## Write the expected outputs of the tests anew; review the diff
 	$(BIN)/pytest -m "not real" --update-golden

@@ -167,8 +167,8 @@ def _alerts(links: Links) -> Iterator[Alert]:
         "--disable-log-stats, its front-end does not have these series, or a new version renamed them.",
         action="Fetch the server's /metrics and compare its names with those in vllm-plain.yml.",
         comment="The input of the rules above, guarded by a series that is there: of vLLM itself, or up of a job with "
-        "vllm in its name. Several ranks have no gauges before their first request, and are left alone until then. Cannot "
-        "see: targets that are scraped under another job's name and have no vllm series. Says it wrongly for "
+        "vllm in its name. Several ranks have no gauges before their first request, and are left alone until then. "
+        "Cannot see: targets that are scraped under another job's name and have no vllm series. Says it wrongly for "
         "vLLM 0.8 before its first request.",
     )
 
