@@ -1,7 +1,7 @@
-"""The newest Prometheus and Alertmanager that Debian has, beside the system's own: fetched once, never installed.
+"""The newest of Debian's programs, beside the system's own: fetched once, never installed.
 
-The packages are unpacked into `.cache/prometheus-sid` with apt's state kept in there too, so that neither the
-system's packages nor its list of sources change.
+The packages are unpacked below `.cache` with apt's state kept in there too, so that neither the system's packages nor
+its list of sources change.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import fcntl
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / ".cache" / "prometheus-sid"
+COMPOSE_FOLDER = REPOSITORY / ".cache" / "docker-compose-sid"
 PACKAGES = ("prometheus", "promtool", "prometheus-alertmanager")
 PROGRAMS = ("prometheus", "promtool", "prometheus-alertmanager", "amtool")
 SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
@@ -25,21 +27,34 @@ class CannotFetch(RuntimeError):
 
 
 def sid_programs(folder: Path = FOLDER) -> Path:
-    """The folder with the programs, fetched if they are not there yet. One process fetches, others wait for it."""
-    programs = folder / "root" / "usr" / "bin"
+    """The folder with Prometheus, Alertmanager and their tools."""
+    return unpacked(folder, PACKAGES, "usr/bin", PROGRAMS)
+
+
+def sid_compose(folder: Path = COMPOSE_FOLDER) -> Path:
+    """Docker's compose plugin, which also runs by itself."""
+    return unpacked(folder, ["docker-compose"], "usr/libexec/docker/cli-plugins", ["docker-compose"]) / "docker-compose"
+
+
+def unpacked(folder: Path, packages: Sequence[str], where: str, expected: Sequence[str]) -> Path:
+    """The folder ``where`` of the packages, which has the ``expected`` files; fetched if they are not there yet.
+
+    One process fetches, others wait for it. Raises CannotFetch.
+    """
+    programs = folder / "root" / where
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "complete").exists():
-            _fetch(folder)
-            missing = [name for name in PROGRAMS if not (programs / name).is_file()]
+            _fetch(folder, packages)
+            missing = [name for name in expected if not (programs / name).is_file()]
             if missing:
                 raise CannotFetch(f"the packages of sid do not have {', '.join(missing)}")
             (folder / "complete").touch()
     return programs
 
 
-def _fetch(folder: Path) -> None:
+def _fetch(folder: Path, packages: Sequence[str]) -> None:
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         raise CannotFetch("this is no Debian system: apt-get and dpkg are needed to fetch sid's packages")
     for name in ("lists/partial", "archives/partial", "packages", "root"):
@@ -59,7 +74,7 @@ def _fetch(folder: Path) -> None:
     }
     apt = ["apt-get", "-q", *(part for key, value in options.items() for part in ("-o", f"{key}={value}"))]
     _run([*apt, "update"], folder)
-    _run([*apt, "download", *PACKAGES], folder / "packages")
+    _run([*apt, "download", *packages], folder / "packages")
     for package in (folder / "packages").glob("*.deb"):
         _run(["dpkg", "-x", str(package), str(folder / "root")], folder)
     for name in ("lists", "archives", "packages"):
@@ -78,7 +93,13 @@ def sid_source(path: Path) -> str:
 def _run(command: list[str], folder: Path) -> None:
     try:
         answer = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired as error:
         raise CannotFetch(f"{command[0]} did not end within {TIMEOUT_S} s") from error
