@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from alerts.build.model import Group, Recording, RuleFile
-from oomwatch.families import FAMILIES, VERDICT_LABELS
+from oomwatch.families import FAMILIES
 
 INTERVAL = "30s"
 
@@ -63,7 +63,7 @@ def _verdicts() -> Iterator[Recording]:
     yield Recording(
         "instance_verdict:oomwatch_verdict_unknown:count",
         f"count without ({_without('oomwatch_verdict_unknown', 'verdict')}) (oomwatch_verdict_unknown)",
-        f"How many subjects a verdict cannot be concluded for, of the {len(VERDICT_LABELS) - 2} labels that say whom.",
+        "For how many ranks, devices or processes of a node a verdict cannot be concluded.",
     )
 
 

@@ -64,11 +64,17 @@ class Rule:
 
 
 @cache
+def loaded(path: Path) -> Any:
+    """A YAML file, read once and by the fast parser where there is one."""
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+@cache
 def rules() -> tuple[Rule, ...]:
     return tuple(
         Rule(path.name, group["name"], rule)
         for path in sorted(RULES.glob("*.yml"))
-        for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]
+        for group in loaded(path)["groups"]
         for rule in group["rules"]
     )
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 from promql_parser import AggregateExpr, BinaryExpr, Call, MatrixSelector, NumberLiteral, ParenExpr
@@ -32,6 +31,7 @@ from tests.alerts.promql import (
     RULES,
     Rule,
     labels_of,
+    loaded,
     matched,
     nodes,
     queries,
@@ -94,13 +94,13 @@ class TestFiles:
         assert "example.org" not in text
 
     def test_the_manifest_has_the_same_groups(self) -> None:
-        manifest = yaml.safe_load((REPOSITORY / "deploy" / "kubernetes" / "prometheusrule.yaml").read_text())
+        manifest = loaded(REPOSITORY / "deploy" / "kubernetes" / "prometheusrule.yaml")
         assert (manifest["apiVersion"], manifest["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
         groups = [
             group
             for name in made(Links())
             if name.startswith("alerts/rules/")
-            for group in yaml.safe_load((REPOSITORY / name).read_text())["groups"]
+            for group in loaded(REPOSITORY / name)["groups"]
         ]
         assert manifest["spec"]["groups"] == groups
 
@@ -190,10 +190,16 @@ def silenced_cause() -> Snapshot:
     )
 
 
+def each_others_symptoms() -> Snapshot:
+    lost = Subject(gpu="GPU-00000000-aaaa-bbbb-cccc-000000000000")
+    return Snapshot(NOW, verdicts=judged(verdict("gpu-lost", "page", lost), verdict("nvml-stuck", "ticket", lost)))
+
+
 SHOWN: dict[str, Callable[[], Snapshot]] = {
     "full": full,
     "alarming": alarming,
     "a silenced cause": silenced_cause,
+    "each other's symptoms": each_others_symptoms,
 }
 
 
@@ -237,7 +243,7 @@ def fired_in_tests() -> Mapping[str, frozenset[str]]:
     """The severities that the tests in alerts/tests see firing, by alert."""
     found: dict[str, set[str]] = {}
     for path in TEST_FILES:
-        for test in yaml.safe_load(path.read_text())["tests"]:
+        for test in loaded(path)["tests"]:
             for query in test.get("promql_expr_test", ()):
                 for sample in query["exp_samples"]:
                     labels = dict(re.findall(r'(\w+)="([^"]*)"', sample["labels"]))
@@ -249,7 +255,7 @@ def fired_in_tests() -> Mapping[str, frozenset[str]]:
 def silent_in_tests(alert: str) -> bool:
     """Whether a test that is named after the alert has an engine or node that it stays silent about."""
     for path in TEST_FILES:
-        for test in yaml.safe_load(path.read_text())["tests"]:
+        for test in loaded(path)["tests"]:
             if test["name"].startswith(f"{alert}:"):
                 there = {instance for one in test["input_series"] for instance in _INSTANCE.findall(one["series"])}
                 for query in test["promql_expr_test"]:
@@ -283,7 +289,7 @@ class TestEachAlert:
 
     @alerting_rules
     def test_is_tested(self, rule: Rule) -> None:
-        """Those on verdicts by the catalogue, above; the others in alerts/tests, on both sides of what they are about."""
+        """Those on verdicts by the catalogue, above; the others on both sides in alerts/tests."""
         if rule.file != "oomwatch-verdicts.yml":
             assert rule.data["labels"]["severity"] in fired_in_tests()[rule.name]
             assert silent_in_tests(rule.name)
@@ -390,7 +396,7 @@ class TestExpressions:
 
     def test_no_rule_asks_more_of_prometheus_than_its_oldest_version_has(self) -> None:
         for path in RULES.glob("*.yml"):
-            for group in yaml.safe_load(path.read_text())["groups"]:
+            for group in loaded(path)["groups"]:
                 assert set(group) == {"name", "interval", "rules"}
 
 
