@@ -20,6 +20,7 @@ _DEBIAN_PACKAGES = {
     "gcc": "gcc and libc6-dev",
     "prometheus": "prometheus",
     "promtool": "prometheus",
+    "systemd-analyze": "systemd",
 }
 # Debian installs Alertmanager under the name of its package.
 _OTHER_NAMES = {
