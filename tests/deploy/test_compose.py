@@ -140,7 +140,7 @@ class TestServices:
         assert CliRunner().invoke(main, arguments).exit_code == 0
 
     def test_the_daemons_configuration_is_a_good_one(self) -> None:
-        path = mounts("oomwatch")[Path("/etc/oomwatch/oomwatch.yml")]
+        path = mounts("oomwatch")[Path("/etc/oomwatch")] / "oomwatch.yml"
         result = CliRunner().invoke(main, ["config", "check", "--config.file", str(path)])
         assert result.exit_code == 0, result.output
 
