@@ -84,6 +84,11 @@ def test_a_lost_device_explains_everything_about_it() -> None:
     ]
 
 
+def test_of_two_that_explain_everything_the_earlier_one_is_the_cause() -> None:
+    lost, stuck = verdict("gpu-lost", DEVICE, "page"), verdict("nvml-stuck", DEVICE)
+    assert assigned(stuck, lost) == [("llm/1", "gpu-lost"), ("llm/1", None)]
+
+
 def test_a_lost_device_explains_the_engine_that_ran_on_it() -> None:
     lost, stale = verdict("gpu-lost", DEVICE, "page"), verdict("source-stale", LLM)
     assert assigned(lost, stale)[1] == ("llm/1", "gpu-lost")

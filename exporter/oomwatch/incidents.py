@@ -39,6 +39,15 @@ TABLE = (
     Rule("orphan-memory", ("headroom-low", "startup-refused"), "device"),
 )
 
+
+def explains(rule: Rule, name: str) -> bool:
+    """Whether ``rule`` takes a verdict for a symptom. Of two that explain everything, the earlier one is the cause."""
+    if rule.symptoms:
+        return name in rule.symptoms
+    earlier = TABLE[: TABLE.index(rule) + 1]
+    return name not in {other.cause for other in earlier if not other.symptoms}
+
+
 _SYMPTOM_AT_LEAST = LEVEL["info"]
 
 
@@ -88,7 +97,7 @@ def _cause_of(symptom: Verdict, standing: Iterable[Verdict], devices: Mapping[st
     """The first cause, in the table's order, that stands and explains ``symptom``."""
     candidates = [verdict for verdict in standing if verdict is not symptom]
     for rule in TABLE:
-        if symptom.name == rule.cause or (rule.symptoms and symptom.name not in rule.symptoms):
+        if not explains(rule, symptom.name):
             continue
         for cause in candidates:
             if cause.name == rule.cause and _about_the_same(rule.scope, cause.subject, symptom.subject, devices):
