@@ -64,8 +64,9 @@ def incidents(verdicts: Iterable[Verdict]) -> tuple[Incident, ...]:
 
 def _incident(name: str, members: list[Verdict]) -> Incident:
     worst_first = sorted(members, key=lambda verdict: (-verdict.level, verdict.since))
-    causes = tuple(verdict for verdict in worst_first if verdict.symptom_of is None)
-    symptoms = tuple(verdict for verdict in worst_first if verdict.symptom_of is not None)
+    # Two that explain each other, a lost device and a stuck driver, are both causes.
+    causes = tuple(verdict for verdict in worst_first if verdict.symptom_of is None) or tuple(worst_first)
+    symptoms = tuple(verdict for verdict in worst_first if verdict not in causes)
     return Incident(name, causes, symptoms)
 
 
