@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from oomwatch.exposition import ConfigStatus, SnapshotCollector, registry, render
 from oomwatch.history import HistoryStatus
+from oomwatch.notify import TargetStatus
 from oomwatch.snapshot import Snapshot
 from oomwatch.sources.nvml.calls import CallStats, FunctionStats
 from tests.e2e.tools import require_tool
@@ -22,6 +23,7 @@ CALLS: CallStats = {
 HISTORY = HistoryStatus(
     enabled=True, size_bytes=4 << 20, oldest=1_789_900_000.0, last_write=1_789_999_990.0, write_seconds=0.004
 )
+NOTIFICATIONS = (TargetStatus("https://alertmanager.example.org", 12, 1, 0, 1_789_999_980.0),)
 Series = tuple[str, frozenset[tuple[str, str]]]
 
 
@@ -32,6 +34,7 @@ def collector(snapshot: Snapshot, process_series: int = 32) -> SnapshotCollector
         config=lambda: CONFIG,
         nvml_calls=lambda: CALLS,
         history=lambda: HISTORY,
+        notifications=lambda: NOTIFICATIONS,
     )
 
 

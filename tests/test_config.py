@@ -103,7 +103,7 @@ def test_every_flag_sets_its_key() -> None:
 def test_every_key_outside_lists_has_a_variable_that_sets_it() -> None:
     values = {"text": "x", "file": "x", "integer": "7", "duration": "1m", "size": "1MiB", "boolean": "false"}
     values |= {"list of sections": "[]", "list of addresses": ":7", "folder": "x"}
-    values |= {"URL": "http://h:1", "headers": "{X-Scope-OrgID: x}"}
+    values |= {"URL": "http://h:1", "headers": "{X-Scope-OrgID: x}", "labels": "{cluster: x}"}
     for setting in settings():
         value = values.get(setting.field.type_name, setting.field.limits.split(", ")[-1])
         if "thresholds" in setting.path or setting.path[-1].startswith("keep"):
@@ -117,7 +117,7 @@ def test_every_key_outside_lists_has_a_variable_that_sets_it() -> None:
             config = getattr(config, part)
         assert config is not None, setting.variable
         shown = setting.field.shown(config)
-        assert shown == value or config in ((), (":7",), {"X-Scope-OrgID": "x"}), setting.variable
+        assert shown == value or config in ((), (":7",), {"X-Scope-OrgID": "x"}, {"cluster": "x"}), setting.variable
 
 
 def test_lists_of_sections_are_given_as_yaml_in_a_variable() -> None:

@@ -75,6 +75,13 @@ def _used(data: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]
         yield path
 
 
+def _same_as_for_alertmanagers() -> Iterator[str]:
+    """Keys of a webhook, but for the one that every webhook needs."""
+    for path in map(".".join, _keys(Config)):
+        if path.startswith("alerting.webhooks.") and path != "alerting.webhooks.url_file":
+            yield path
+
+
 def test_the_example_is_valid_and_shows_nearly_every_key(tmp_path: Path) -> None:
     file = tmp_path / "oomwatch.yaml"
     file.write_text(EXAMPLE, encoding="utf-8")
@@ -94,6 +101,18 @@ def test_the_example_is_valid_and_shows_nearly_every_key(tmp_path: Path) -> None
         "discovery.tls.insecure_skip_verify",
         "neighbours.pod_uid",
         "history.log_text",
+        "alerting.alertmanagers.bearer_token_file",
+        "alerting.alertmanagers.headers",
+        "alerting.alertmanagers.proxy_url",
+        "alerting.alertmanagers.timeout",
+        "alerting.alertmanagers.tls.cert_file",
+        "alerting.alertmanagers.tls.insecure_skip_verify",
+        "alerting.alertmanagers.tls.key_file",
+        "alerting.grafana",
+        "alerting.keep_firing_for",
+        "alerting.labels",  # its keys are labels
+        "alerting.resend",
+        *_same_as_for_alertmanagers(),
         "history.prometheus.timeout",
         "history.prometheus.basic_auth.username",
         "history.prometheus.basic_auth.password_file",

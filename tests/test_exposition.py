@@ -59,7 +59,7 @@ def test_before_the_first_observation_the_page_tells_of_the_daemon_alone() -> No
         "oomwatch_config_last_reload_successful",
         "oomwatch_config_last_reload_success_timestamp_seconds",
         "oomwatch_internal_errors_total",
-        *(family.name for family in FAMILIES if family.name.startswith("oomwatch_history_")),
+        *(family.name for family in FAMILIES if family.name.startswith(("oomwatch_history_", "oomwatch_notification"))),
         "oomwatch_nvml_calls_total",
         "oomwatch_nvml_errors_total",
         "oomwatch_nvml_seconds_total",

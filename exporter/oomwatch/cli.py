@@ -24,6 +24,7 @@ from oomwatch.database import FILE
 from oomwatch.demo import SETTINGS, STORIES, TOUR, DemoFeed
 from oomwatch.feed import Feed, NodeFeed
 from oomwatch.history import default_directory
+from oomwatch.notify import send_test
 from oomwatch.past import Past, PrometheusError, PrometheusServer
 from oomwatch.pipeline import Pipeline
 from oomwatch.record import CannotRecord, destination, parts, tap
@@ -327,6 +328,41 @@ def _own_url(config: Config) -> str:
     """Where the daemon of this host's configuration answers."""
     host, port = split_address(config.web.listen_address[0]) or ("", DEFAULT_PORT)
     return f"http://{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{port}"
+
+
+@main.group()
+def alerts() -> None:
+    """Alerts that the daemon sends by itself (alerting in the configuration)."""
+
+
+@alerts.command("test")
+@_config_file
+@click.option(
+    "--severity",
+    type=click.Choice(["warning", "critical"]),
+    default="warning",
+    show_default=True,
+    help="critical goes where pages go, and may wake someone.",
+)
+@click.option("--lasts", metavar="DURATION", default="2m", show_default=True, help="Then Alertmanager resolves it.")
+def alerts_test(config_file: Path | None, severity: str, lasts: str) -> None:
+    """Send a clearly marked test, OomwatchTest, to every Alertmanager and webhook of the configuration.
+
+    It takes the same way as an alert, with the same labels that say where, so that routes and receivers are tested.
+
+    \b
+    Exit status: 0 every target accepted it
+                 1 one did not
+                 2 none is configured, or the configuration cannot be used
+    """
+    config = _read(config_file, {})
+    if not (config.alerting.alertmanagers or config.alerting.webhooks):
+        _fail("alerting names no alertmanagers and no webhooks, so nobody would be told")
+    good = True
+    for name, text, accepted in send_test(config, severity, time.time(), _seconds("--lasts", lasts) or 120.0):
+        click.echo(f"{name}: {text}")
+        good &= accepted
+    sys.exit(0 if good else 1)
 
 
 @main.group()

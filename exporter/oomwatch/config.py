@@ -58,6 +58,8 @@ DEFAULT_PORT = 18666
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _GPU = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
+_LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OWN_LABELS = frozenset({"alertname", "severity", "killer", "verdict", "incident", "engine", "gpu", "mig"})
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -86,6 +88,34 @@ def _checked_engine_url(value: str) -> str:
         )
     if parts.query or parts.fragment:
         raise ValueError("the URL has a query or a fragment. Give the server's base URL or its /metrics")
+    return value
+
+
+def _checked_server_url(value: str) -> str:
+    parts = _split_url(value)
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            "the URL holds credentials, which would end up in logs. "
+            "Take them out and use basic_auth with a password_file"
+        )
+    if parts.query or parts.fragment:
+        raise ValueError("the URL has a query or a fragment. Give the server's base URL")
+    return value
+
+
+def _checked_webhook_url(value: str) -> str:
+    parts = _split_url(value)
+    if parts.username is not None or parts.password is not None or parts.fragment:
+        raise ValueError("the URL holds credentials or a fragment. Credentials belong into url_file or basic_auth")
+    return value
+
+
+def _checked_labels(value: dict[str, str]) -> dict[str, str]:
+    for name in value:
+        if not _LABEL.fullmatch(name):
+            raise ValueError(f'"{name}" is not the name of a label')
+        if name in _OWN_LABELS:
+            raise ValueError(f'"{name}" is a label that oomwatch sets itself')
     return value
 
 
@@ -146,6 +176,11 @@ Gpus = Annotated[
     Kind("list of uuids", "GPU-… or MIG-…, as nvidia-smi -L prints them"),
 ]
 Headers = Annotated[dict[str, str], AfterValidator(_checked_headers), Kind("headers", "name: value", secret=True)]
+ServerUrl = Annotated[str, AfterValidator(_checked_server_url), Kind("URL", "http:// or https://")]
+WebhookUrl = Annotated[
+    str, AfterValidator(_checked_webhook_url), Kind("URL", "http:// or https://, with path and query", secret=True)
+]
+Labels = Annotated[dict[str, str], AfterValidator(_checked_labels), Kind("labels", "name: value")]
 Addresses = Annotated[
     Texts, AfterValidator(_checked_addresses), Kind("list of addresses", "host:port, :port or [IPv6]:port")
 ]
@@ -357,13 +392,10 @@ class NeighbourConfig(Section):
             yield Contradiction((given[1],), f"{given[0]} is set as well. Keep one")
 
 
-class PrometheusConfig(Section):
-    """A Prometheus server that scrapes the engines, to ask after a start for what was not seen itself."""
+class Access(Section):
+    """How a server that is no engine is asked: credentials, certificates, proxy."""
 
-    url: EngineUrl | None = Field(
-        default=None, description="The server's base URL, without /api/v1. Nothing is asked without it."
-    )
-    timeout: Duration = Field(default=30.0, ge=1, le=600, description="How long all questions together may take.")
+    timeout: Duration = Field(default=10.0, ge=1, le=600, description="How long one request may take.")
     bearer_token_file: File | None = Field(
         default=None, description="File that holds a bearer token and nothing else. Read anew when it changes."
     )
@@ -398,6 +430,71 @@ class PrometheusConfig(Section):
 
 def _text(file: Path | None) -> str | None:
     return None if file is None else str(file)
+
+
+class PrometheusConfig(Access):
+    """A Prometheus server that scrapes the engines, to ask after a start for what was not seen itself."""
+
+    url: EngineUrl | None = Field(
+        default=None, description="The server's base URL, without /api/v1. Nothing is asked without it."
+    )
+    timeout: Duration = Field(default=30.0, ge=1, le=600, description="How long all questions together may take.")
+
+
+class AlertmanagerConfig(Access):
+    """An Alertmanager to post to. Of a cluster name every member: each is told everything."""
+
+    url: ServerUrl = Field(description="Its base URL, without /api/v2.")
+
+
+class WebhookConfig(Access):
+    """An address that each change of an incident is posted to, as JSON. One of url and url_file says where."""
+
+    url: WebhookUrl | None = Field(default=None, description="Where to post. Shown without what follows the ?.")
+    url_file: File | None = Field(
+        default=None, description="File that holds the URL and nothing else, where the URL itself is a secret."
+    )
+
+    @classmethod
+    def contradictions(cls, data: Mapping[str, Any]) -> Iterator[Contradiction]:
+        yield from super().contradictions(data)
+        given = [key for key in ("url", "url_file") if data.get(key)]
+        if not given:
+            yield Contradiction((), "one of url and url_file is required")
+        if len(given) > 1:
+            yield Contradiction(("url_file",), "url is set as well. Keep one of the two")
+
+
+class AlertingConfig(Section):
+    """Direct mode: the daemon tells of incidents by itself, for a host without Prometheus or beside it.
+
+    Labels equal those of alerts/rules, so that both together make one alert, if ``labels`` has what Prometheus adds.
+    """
+
+    alertmanagers: tuple[AlertmanagerConfig, ...] = Field(default=(), description="Alertmanagers to post to.")
+    webhooks: tuple[WebhookConfig, ...] = Field(default=(), description="Where else changes are posted to, as JSON.")
+    labels: Labels = Field(
+        default_factory=dict,
+        description="Labels that say where, on every alert: those that Prometheus puts onto this target and its "
+        "external labels, such as cluster. instance is this host's name and the port, job is oomwatch unless given "
+        "here; an empty text takes one away.",
+    )
+    resend: Duration = Field(
+        default=60.0,
+        ge=1,
+        le=600,
+        description="How often Alertmanager is told what holds; it forgets after four times.",
+    )
+    keep_firing_for: Duration = Field(
+        default=300.0, ge=0, le=86400, description="How long an alert still holds after its incident ended or paused."
+    )
+    external_url: ServerUrl | None = Field(
+        default=None, description="Where people reach the daemon's page; this host's name and the port by default."
+    )
+    runbooks: ServerUrl | None = Field(default=None, description="Where alerts/runbooks is served; linked if given.")
+    grafana: ServerUrl | None = Field(
+        default=None, description="Where Grafana answers; dashboards are linked if given."
+    )
 
 
 class HistoryConfig(Section):
@@ -499,6 +596,7 @@ class Config(Section):
     )
     detection: DetectionConfig = Field(default=DetectionConfig())
     history: HistoryConfig = Field(default=HistoryConfig())
+    alerting: AlertingConfig = Field(default=AlertingConfig())
     exposition: ExpositionConfig = Field(default=ExpositionConfig())
     log: LogConfig = Field(default=LogConfig())
     web: ServerConfig = Field(default=ServerConfig())
@@ -646,7 +744,7 @@ def _put_variable(layer: Layer, setting: Setting, text: str) -> list[Problem]:
         return problems
     value = text.strip()
     given: object = value
-    if setting.field.many or setting.field.type_name == "headers":
+    if setting.field.many or setting.field.type_name in ("headers", "labels"):
         given = read_yaml_value(value, setting.variable)[0]
     if setting.field.many and not isinstance(given, list):
         given = [part.strip() for part in value.split(",")]
@@ -685,6 +783,8 @@ def check_files(config: Config, places: Layer | None = None) -> list[Problem]:
     tls: dict[KeyPath, TlsConfig] = {("discovery", "tls"): config.discovery.tls}
     tls.update({("engines", index, "tls"): engine.tls for index, engine in enumerate(config.engines)})
     tls["history", "prometheus", "tls"] = config.history.prometheus.tls
+    for kind, servers in (("alertmanagers", config.alerting.alertmanagers), ("webhooks", config.alerting.webhooks)):
+        tls.update({("alerting", kind, index, "tls"): server.tls for index, server in enumerate(servers)})
     for section, setting in tls.items():
         pair = (*section, "cert_file"), (*section, "key_file")
         if setting.cert_file and not any(faults.get(path) for path in pair):
@@ -701,7 +801,7 @@ def check_files(config: Config, places: Layer | None = None) -> list[Problem]:
 
 def _file_fault(path: KeyPath, file: Path) -> str:
     try:
-        if path[-1] in ("bearer_token_file", "password_file"):
+        if path[-1] in ("bearer_token_file", "password_file", "url_file"):
             read_secret(file)
         elif path[-1] == "ca_file":
             ssl.create_default_context(cafile=str(file))

@@ -26,6 +26,7 @@ from oomwatch.feed import Feed, Job
 from oomwatch.history import History, default_directory
 from oomwatch.judge import Judge
 from oomwatch.node import Cadence, Node
+from oomwatch.notify import Notifier
 from oomwatch.observations import Observation
 from oomwatch.past import filler
 from oomwatch.pipeline import Pipeline
@@ -120,11 +121,13 @@ class Daemon:
             self.pipeline.on_judge(self.history.restore)
         self._feed = make_feed(self._config, self.pipeline)
         self._scheduler = _new_scheduler()
+        self._notifier = Notifier(lambda: self.pipeline.current, clock)
         collector = SnapshotCollector(
             lambda: self.pipeline.current,
             process_series_per_gpu=lambda: self._config.exposition.process_series_per_gpu,
             config=lambda: self._status,
             nvml_calls=self._feed.call_stats,
+            notifications=self._notifier.status,
             history=lambda: self.history.status if self.history else None,
             internal_errors=lambda: self.pipeline.failures,
         )
@@ -153,10 +156,12 @@ class Daemon:
         self.web.start()
         self._scheduler.start()
         self._schedule()
+        self._notifier.configure(self._config)
         _log.info("oomwatch started", version=__version__, pages=list(self.web.urls), config=self._status.sha256)
 
     def stop(self) -> None:
         """Everything let go within a few seconds, whatever hangs."""
+        self._notifier.stop()
         self._scheduler.shutdown(wait=False)
         self.web.stop(timeout=2.0)
         self._feed.close()
@@ -191,6 +196,7 @@ class Daemon:
             logs.configure(config.log.level, config.log.format)
             self.pipeline.on_judge(lambda judge: _configure(judge, config))
             self._feed.configure(config)
+            self._notifier.configure(config)
             self._schedule()
             self._status = ConfigStatus(True, self._clock(), config_hash(config))
             _log.info("configuration reloaded", config=self._status.sha256)

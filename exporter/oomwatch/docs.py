@@ -115,6 +115,22 @@ history:
     url: http://prometheus.example.org:9090
     bearer_token_file: secrets/prometheus-token
 
+alerting:
+  alertmanagers:
+    - url: https://alertmanager.example.org
+      basic_auth:
+        username: oomwatch
+        password_file: secrets/alertmanager-password
+      tls:
+        ca_file: tls/ca.pem
+  webhooks:
+    - url_file: secrets/webhook-url
+  labels:
+    cluster: gpu-east
+    instance: gpu-node-1:18666
+  external_url: http://gpu-node-1.example.org:18666
+  runbooks: https://runbooks.example.org/oomwatch
+
 exposition:
   process_series_per_gpu: 32
   stale_after_intervals: 3

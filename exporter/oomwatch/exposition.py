@@ -41,6 +41,7 @@ from oomwatch.verdicts import KILLERS, Verdict
 
 if TYPE_CHECKING:
     from oomwatch.history import HistoryStatus
+    from oomwatch.notify import TargetStatus
     from oomwatch.sources.nvml.calls import CallStats
 
 T = TypeVar("T")
@@ -78,6 +79,7 @@ class SnapshotCollector(Collector):
         config: Callable[[], ConfigStatus],
         nvml_calls: Callable[[], CallStats] = dict,
         history: Callable[[], HistoryStatus | None] = lambda: None,
+        notifications: Callable[[], Iterable[TargetStatus]] = tuple,
         internal_errors: Callable[[], int] = int,
     ) -> None:
         self._snapshot = snapshot
@@ -85,6 +87,7 @@ class SnapshotCollector(Collector):
         self._config = config
         self._nvml_calls = nvml_calls
         self._history = history
+        self._notifications = notifications
         self._internal_errors = internal_errors
 
     def describe(self) -> Iterator[Metric]:
@@ -95,6 +98,8 @@ class SnapshotCollector(Collector):
         snapshot = self._snapshot()
         _put_daemon(page, snapshot, self._config(), self._internal_errors())
         _put_history(page, self._history())
+        for target in self._notifications():
+            _put_notifications(page, target)
         for source in snapshot.sources:
             _put_source(page, source)
         _put_driver(page, snapshot)
@@ -219,6 +224,13 @@ def _put_history(page: _Page, history: HistoryStatus | None) -> None:
     page.put("oomwatch_history_waiting_bytes", history.waiting_bytes)
     page.put("oomwatch_history_write_failures_total", history.failures)
     page.put("oomwatch_history_lost_observations_total", history.lost_observations)
+
+
+def _put_notifications(page: _Page, target: TargetStatus) -> None:
+    page.put("oomwatch_notifications_total", target.sent, target.name)
+    page.put("oomwatch_notification_failures_total", target.failures, target.name)
+    page.put("oomwatch_notifications_waiting", target.waiting, target.name)
+    page.put("oomwatch_notification_last_success_timestamp_seconds", target.last_success, target.name)
 
 
 def _put_source(page: _Page, source: SourceView) -> None:

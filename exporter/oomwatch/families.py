@@ -132,6 +132,36 @@ def _history() -> Iterator[Family]:
     )
 
 
+def _notifications() -> Iterator[Family]:
+    family = partial(
+        Family,
+        source="this program",
+        section="Notifications",
+        cadence=AS_IT_HAPPENS,
+        labels=("target",),
+        absent="alerting names no Alertmanager and no webhook",
+    )
+    yield family(
+        "oomwatch_notifications_total",
+        "Posts to an Alertmanager or a webhook that were accepted since oomwatch started.",
+        kind="counter",
+    )
+    yield family(
+        "oomwatch_notification_failures_total",
+        "Posts that were not accepted; each is tried again as long as what it told holds.",
+        kind="counter",
+    )
+    yield family(
+        "oomwatch_notifications_waiting",
+        "Alerts and ends of alerts that the target has not accepted yet.",
+    )
+    yield family(
+        "oomwatch_notification_last_success_timestamp_seconds",
+        "Unix time of the last accepted post.",
+        absent="nothing was accepted yet, or alerting names no target",
+    )
+
+
 def _sources() -> Iterator[Family]:
     family = partial(
         Family,
@@ -885,6 +915,7 @@ DERIVED: tuple[Derived, ...] = tuple(_derived())
 FAMILIES: tuple[Family, ...] = (
     *_daemon(),
     *_history(),
+    *_notifications(),
     *_sources(),
     *_nvml(),
     *_gpus(),
