@@ -154,6 +154,19 @@ class TestStartupOom:
         assert finding.state == "info"
         assert "peak_bytes" not in finding.evidence
 
+    def test_a_start_is_over_when_the_engine_has_ended_though_no_more_is_heard_of_its_processes(self) -> None:
+        scene = startup(state="unreachable", engines=(), pids=())
+        for started in (20, 21):
+            scene.state = "unreachable"
+            scene.host(started)
+            scene.poll(MINUTE)
+            scene.host(started)
+            scene.state = "gone"
+            scene.poll()
+            scene.ends(started, STRANGER)
+        scene.state = "unreachable"
+        assert scene.poll(MINUTE).evidence["failed_starts"] == 2
+
     def test_a_hint_fades_after_an_hour(self) -> None:
         scene = startup(state="unreachable")
         scene.poll(MINUTE)

@@ -96,6 +96,8 @@ class Starts:
                 self._service.observe(sample)
                 if sample.state in ANSWERED and sample.state != "dead":
                     self._answered(sample)
+                elif sample.state == "gone":
+                    self._all_went(sample.t)
             case DeviceSample() if not isinstance(sample.processes, Absent):
                 return self._device(sample, sample.processes)
             case HostSample() if not self._serves(sample.t):
@@ -182,6 +184,11 @@ class Starts:
         self._now.last = t
         if not self._pids:
             self._empty_since = t
+
+    def _all_went(self, t: float) -> None:
+        """The engine has ended: what its last processes do from now on is told as nobody's."""
+        for pid in tuple(self._pids):
+            self._went(t, pid)
 
     def _forget(self) -> None:
         self._now, self._empty_since = None, None
