@@ -95,6 +95,17 @@ def test_the_number_of_lost_blocks_its_pace_and_the_time_left() -> None:
     assert "of 4,096 KV blocks" in last.summary
 
 
+def test_the_pace_of_a_loss_is_that_since_it_began() -> None:
+    rank = Rank()
+
+    def sample(t: float) -> RankSample:
+        return rank.reading(t, max(0.0, t - 2 * DAY) / HOUR * 200)
+
+    last = watch(kv_detector(), 2 * DAY + 3 * HOUR, sample, every=60).last
+    assert last.eta is not None
+    assert last.eta.seconds == pytest.approx((4096 - 600) / 200 * HOUR, rel=0.1)
+
+
 def test_a_small_loss_pages_only_when_the_pool_is_gone_within_half_a_day() -> None:
     def growing(per_hour: float) -> Course:
         rank = Rank(blocks=10_000)

@@ -128,7 +128,7 @@ _LOOK_BACK = 10  # windows among which the rising ones are looked for
 _REFRESH = 60.0  # seconds after which the numbers of a finding are made anew though nothing has changed
 _FROZEN = 120.0  # seconds without a token while requests run, after which a page does not show the present
 _GROUPS = 3  # at most, of blocks that one token takes in models with several kinds of attention
-_HOLDS = 3  # times the hold time: a floor over so long is no connector's
+_HOLDS = 1.25  # times the hold time: a floor over so long is no connector's
 _FEW = 10  # requests, below which their mean length tells little of what they own
 _MEMORY_WINDOWS = 24  # widths of a window, among whose readings quiet ones are looked for
 _LARGEST_GAP = 120.0  # between two readings whose difference still tells how blocks follow requests
@@ -445,7 +445,12 @@ class KvBlockLeak:
         if sure > self._lost:
             self._finding = None
             self._lost, self._how = sure, _AT_IDLE if idle else _BY_REQUESTS
-        if idle and self._history.add(t, self._lost):
+        if not idle:
+            return
+        if self._lost <= _RISE_TOLERANCE:
+            self._history.clear()  # the trend of a loss begins with it, not with the days without one
+            self._trend = None
+        if self._history.add(t, self._lost):
             self._trend = self._growth()
 
     def _growth(self) -> Trend | None:
