@@ -29,6 +29,7 @@ from tests.e2e.processes import wait_until
 from tests.snapshots import NOW, gpu_uuid, judged, leaking, stuck, verdict
 
 RULE_TESTS = Path(__file__).resolve().parents[1] / "alerts" / "tests" / "verdicts.yml"
+DOCUMENT = RULE_TESTS.parents[2] / "docs" / "alerting.md"
 PLACE = Place({"cluster": "gpu-east", "instance": "n1:9841", "job": "oomwatch"}, "http://n1:9841/")
 ENGINE = Subject(engine="llama-8b")
 RANK = Subject(engine="llama-8b", rank="0")
@@ -304,6 +305,10 @@ def test_a_webhook_gets_each_change_once() -> None:
         ]
         assert {body["key"] for body in bodies} == {"n1:9841/llama-8b/kv-block-leak"}
         assert len(bodies[1]["verdicts"]) == 8
+        documented = re.findall(
+            r"^\| `(\w+)` \|", DOCUMENT.read_text(encoding="utf-8").partition("| Key ")[2], re.MULTILINE
+        )
+        assert documented == list(bodies[1])
         assert bodies[0]["ends_at"] is None
         assert bodies[2]["ends_at"] > bodies[2]["starts_at"]
         assert "token" not in told.notifier.status()[0].name

@@ -131,8 +131,10 @@ class Alertmanager(ServerProcess):
             start_timeout_s=60.0,
         )
 
-    def post(self, labels: Sequence[Mapping[str, str]]) -> None:
-        body = [{"labels": dict(one), "annotations": {"summary": one["alertname"]}} for one in labels]
+    def post(self, labels: Sequence[Mapping[str, str]], annotations: Mapping[str, str] | None = None) -> None:
+        """Alerts with these labels, each with the same annotations."""
+        notes = dict(annotations or {"summary": "a test"})
+        body = [{"labels": dict(one), "annotations": notes} for one in labels]
         answer = requests.post(f"{self.url}/api/v2/alerts", json=body, timeout=10)
         answer.raise_for_status()
 

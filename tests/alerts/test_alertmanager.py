@@ -233,3 +233,69 @@ def test_planned_work_holds_an_engine_or_a_node_back(running: Alertmanager, engi
     )
     assert held[f"{CATALOGUE['engine-stuck'].alert} critical"] == [PLANNED_WORK]
     assert held[f"{CATALOGUE['kv-exhaustion'].alert} critical"] == ([] if engine else [PLANNED_WORK])
+
+
+# --- what people get -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_kind_of_receiver_shows_evidence_first_action_and_links(version: str, tmp_path: Path) -> None:
+    summary = "Engine chat on n1:9841: KV blocks are held that no request owns, about 6 h left"
+    annotations = {
+        "summary": summary,
+        "description": "Numbers: floor blocks 2,000.\nFirst: Restart the engine at a quiet moment.",
+        "runbook_url": "https://runbooks.example.org/OomwatchKvBlockLeak.md",
+        "page": "http://n1:9841/",
+        "dashboard": "https://grafana.example.org/d/oomwatch-engine",
+    }
+    everything = (annotations["runbook_url"], annotations["page"], "Numbers: floor blocks 2,000.", "First: Restart")
+    with inbox() as box:
+        for name, secret in (("pagerduty-routing-key", "k"), ("slack-url", f"{box.url}/slack"), ("opsgenie-key", "k")):
+            (tmp_path / name).write_text(secret, encoding="utf-8")
+        text = CONFIG.read_text(encoding="utf-8").replace("/etc/alertmanager/secrets", str(tmp_path))
+        config = yaml.safe_load(text.replace("group_wait: 10s", "group_wait: 1s"))
+        config["templates"] = [str(CONFIG.parent / "templates" / "*.tmpl")]
+        config["global"] |= {"pagerduty_url": f"{box.url}/pagerduty", "opsgenie_api_url": f"{box.url}/opsgenie/"}
+        with Alertmanager(tmp_path, config, version) as server:
+            page = _verdict("kv-block-leak", "n1:9841", engine="chat")
+            server.post([page, {**page, "team": "search", "engine": "batch"}], annotations)
+            (slack,) = box.wait_for("/slack", 1)
+            (pagerduty,) = box.wait_for("/pagerduty", 1)
+            (opsgenie,) = box.wait_for("/opsgenie/v2/alerts", 1)
+    attachment = slack["attachments"][0]
+    assert attachment["title"] == f"CRITICAL: {summary} [gpu-east]"
+    for part in (*everything, annotations["dashboard"]):
+        assert part in attachment["text"] + attachment["title_link"]
+    assert pagerduty["payload"]["summary"] == f"CRITICAL: {summary} [gpu-east]"
+    assert pagerduty["client_url"] == annotations["page"]
+    assert [link["href"] for link in pagerduty["links"]] == [annotations["runbook_url"]]
+    for part in everything:
+        assert part in pagerduty["payload"]["custom_details"]["what"]
+        assert part in opsgenie["description"]
+    assert opsgenie["message"] == f"CRITICAL: {summary} [gpu-east]"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_mail_shows_evidence_and_links(version: str, tmp_path: Path) -> None:
+    alert = {
+        "status": "firing",
+        "labels": {"alertname": "OomwatchKvBlockLeak", "severity": "critical"},
+        "annotations": {"summary": "Engine <chat> leaks", "description": "First: restart", "page": "http://n1:9841/"},
+        "startsAt": "2026-11-01T02:10:00Z",
+        "endsAt": "0001-01-01T00:00:00Z",
+    }
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps({"status": "firing", "alerts": [alert]}), encoding="utf-8")
+    command = [
+        str(program("amtool", version)),
+        "template",
+        "render",
+        f"--template.glob={CONFIG.parent / 'templates' / '*.tmpl'}",
+        f"--template.data={data}",
+        "--template.type=html",
+        '--template.text={{ template "oomwatch.mail.html" . }}',
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    for part in ("Engine &lt;chat&gt; leaks", "First: restart", 'href="http://n1:9841/"', "2026-11-01 02:10:00 UTC"):
+        assert part in done.stdout
