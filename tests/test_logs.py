@@ -17,7 +17,6 @@ import structlog
 
 from oomwatch.logs import Repeats, configure, log_uncaught
 
-
 PASSWORD = "s3cret"
 
 
