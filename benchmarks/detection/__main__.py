@@ -110,7 +110,7 @@ def _run(options: argparse.Namespace, traces: Traces) -> dict[str, Any]:
             harmless.append(scenario.name)
         else:
             outcomes.append(outcome)
-        if done % 25 == 0 or done == len(scenarios):
+        if done % 10 == 0 or done == len(scenarios):
             print(f"{done} of {len(scenarios)} runs", file=sys.stderr)
     return {
         "sets": chosen,

@@ -130,7 +130,7 @@ def header(run: Run) -> Header:
         start=EPOCH,
         note=f"simulated: {run.scenario.name}",
         engines=(facts(run),),
-        intervals={"gpu": 15.0, "scrape": 15.0, "process": 30.0},
+        intervals={"gpu": 15.0, "scrape": 15.0, "process": 30.0, "lists": 60.0},
     )
 
 
@@ -361,14 +361,13 @@ def _hosts(run: Run) -> Iterator[list[Observation]]:
     """The host's processes of each second sample: the API server, and an engine core for each rank."""
     scenario, host = run.scenario, run.host
     lives = _lives(run)
-    limit = int(scenario.host.limit)
+    limit, calm = int(scenario.host.limit), int(scenario.host.base)
     process = Prototype(
         HostProcess(0.0, 0, 0.0, 0, NOT_READ, "", memory_limit=limit, engine=ENGINE, container="c0ffee")
     )
-    api = Prototype(process.having(HostProcess, rss=int(scenario.host.base) // 4, name="vllm", role="api_server"))
+    api = Prototype(process.having(HostProcess, rss=calm // 4, anon=calm // 5, name="vllm", role="api_server"))
     down = (run.ranks[0][STATE] == DOWN).tolist()
     rss, anon = host.rss.astype(np.int64).tolist(), host.anon.astype(np.int64).tolist()
-    calm = int(scenario.host.base)
     starts = [begin if isinstance(begin, float) else EPOCH for begin in _starts(run, (0,))]
     present = True
     times = (EPOCH + run.t).tolist()
