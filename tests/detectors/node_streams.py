@@ -156,9 +156,9 @@ class Scene:
             )
         )
 
-    def host(self, pid: int) -> None:
+    def host(self, pid: int, parent: int | None = None) -> None:
         """A reading of one of the engine's processes."""
-        process = HostProcess(self.t, pid, self.t, 0, NOT_KNOWN, "VLLM::EngineCore", engine="llama")
+        process = HostProcess(self.t, pid, self.t, 0, NOT_KNOWN, "VLLM::EngineCore", engine="llama", ppid=parent)
         self.detector.observe(HostSample(self.t, "llama", process, None, None))
 
     def ends(self, pid: int, holder: Holder = LLAMA) -> None:

@@ -167,6 +167,20 @@ class TestStartupOom:
         scene.state = "unreachable"
         assert scene.poll(MINUTE).evidence["failed_starts"] == 2
 
+    def test_a_supervisor_that_starts_anew_before_the_last_child_has_ended_makes_two_starts(self) -> None:
+        scene = startup(state="unreachable", engines=(), pids=())
+        for root in (20, 30):
+            scene.host(root)
+            scene.host(root + 1, parent=root)
+            scene.poll(MINUTE)
+            scene.ends(root)
+        scene.host(21, parent=1)
+        scene.ends(21)
+        scene.ends(31)
+        finding = scene.poll(MINUTE)
+        assert finding.evidence["failed_starts"] == 2
+        assert finding.evidence["start_seconds"] == pytest.approx(MINUTE, abs=15)
+
     def test_a_hint_fades_after_an_hour(self) -> None:
         scene = startup(state="unreachable")
         scene.poll(MINUTE)

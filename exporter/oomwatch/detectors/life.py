@@ -64,7 +64,7 @@ class _Start:
     since: float
     last: float
     sure: bool = False
-    host: bool = False  # a process of the host belongs to it
+    root: int | None = None  # the first of its processes on the host, which starts the others
     peak: int | None = None
     least_free: int | None = None
     total: int | None = None
@@ -101,7 +101,7 @@ class Starts:
             case DeviceSample() if not isinstance(sample.processes, Absent):
                 return self._device(sample, sample.processes)
             case HostSample() if not self._serves(sample.t):
-                return self._came(sample.t, sample.process.pid, sure=True, host=True)
+                return self._host(sample)
             case ProcessEnd():
                 self._went(sample.t, sample.pid)
         return self.settle(sample.t)
@@ -131,6 +131,19 @@ class Starts:
             self._old &= set().union(*self._listed.values())
         self._forget()
 
+    def _host(self, sample: HostSample) -> FailedStart | None:
+        pid, now = sample.process.pid, self._now
+        replaced: FailedStart | None = None
+        stranger = sample.process.ppid not in self._pids | self._left
+        if now is not None and now.root in self._left and pid not in self._pids | self._left | self._old and stranger:
+            # A supervisor that starts anew at once does not wait for the last children of the start before.
+            self._old |= self._pids
+            replaced = self._close()
+        failed = self._came(sample.t, pid, sure=True) or replaced
+        if self._now is not None and self._now.root is None and pid in self._pids:
+            self._now.root = pid
+        return failed
+
     def _device(self, sample: DeviceSample, processes: tuple[HeldProcess, ...]) -> FailedStart | None:
         before = self._listed.get(sample.gpu)
         now = self._listed[sample.gpu] = frozenset(process.pid for process in processes)
@@ -147,7 +160,7 @@ class Starts:
         failed: FailedStart | None = None
         for process in taken:
             if process.pid not in self._old:
-                failed = self._came(sample.t, process.pid, sure=bool(mine), host=False) or failed
+                failed = self._came(sample.t, process.pid, sure=bool(mine)) or failed
                 self._measure(process.used, sample)
         return failed or self.settle(sample.t)
 
@@ -161,7 +174,7 @@ class Starts:
             free = sample.memory.free
             now.least_free = free if now.least_free is None else min(free, now.least_free)
 
-    def _came(self, t: float, pid: int, *, sure: bool, host: bool) -> FailedStart | None:
+    def _came(self, t: float, pid: int, *, sure: bool) -> FailedStart | None:
         if pid in self._old:
             return None
         # Processes of another start follow one that is over; one that a list left out once is back.
@@ -170,7 +183,6 @@ class Starts:
             self._now = _Start(t, t)
         self._now.last = t
         self._now.sure |= sure
-        self._now.host |= host
         self._pids.add(pid)
         self._empty_since = None
         return failed
@@ -198,7 +210,11 @@ class Starts:
     def _close(self) -> FailedStart | None:
         now = self._now
         self._forget()
-        if now is None or now.last - now.since < _SHORTEST_START or not (now.host or (now.peak or 0) >= _TRACE):
+        if (
+            now is None
+            or now.last - now.since < _SHORTEST_START
+            or not (now.root is not None or (now.peak or 0) >= _TRACE)
+        ):
             return None
         return FailedStart(now.last, now.last - now.since, now.peak, now.least_free, now.total, now.sure)
 
