@@ -190,6 +190,10 @@ class TestEngines:
         assert the_problem(with_engine(lost)).text == "Engine llama-8b cannot be reached. Connection refused."
         assert the_problem(with_engine(replace(lost, last_seen=None, last_answer=None))).severity == "warning"
 
+    def test_an_address_is_told_as_it_is(self) -> None:
+        refused = replace(snapshots.unreachable(WORKING), error="http://127.0.0.1:8000/metrics: connection refused")
+        assert the_problem(with_engine(refused)).text.endswith("http://127.0.0.1:8000/metrics: connection refused.")
+
     def test_a_frozen_one_tells_since_when(self) -> None:
         problem = the_problem(with_engine(snapshots.frozen(WORKING, 240)))
         assert (problem.severity, problem.since) == ("critical", NOW - 240)

@@ -574,7 +574,9 @@ def _sentence(text: str) -> str:
     text = text.strip()
     if not text:
         return ""
-    return text[0].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+    # An address at the beginning is no word that could begin with a capital.
+    begin = text[0] if text.startswith(("http://", "https://")) else text[0].upper()
+    return begin + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 # --- as plain data ---------------------------------------------------------------------------------------------
