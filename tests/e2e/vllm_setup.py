@@ -101,6 +101,7 @@ def install(path: Path, requirements: Path = REQUIREMENTS, timeout_s: float = IN
     Raises VllmSetupError when it cannot be made here or is not finished within `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
+    version = required_vllm_version(requirements)  # a list that cannot be used must not cost what is there
     with _only_one_installer(path, deadline):
         existing = installed(path, requirements)
         if existing is not None:
@@ -108,7 +109,7 @@ def install(path: Path, requirements: Path = REQUIREMENTS, timeout_s: float = IN
         python = _find_python()
         _require_disk(path.parent)
         _remove_environment(path)
-        venv = VllmVenv(path, required_vllm_version(requirements))
+        venv = VllmVenv(path, version)
         pip = [str(venv.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
         _run([python, "-m", "venv", str(path)], deadline)
         _run([*pip, "--no-deps", "--only-binary", ":all:", "--requirement", str(requirements)], deadline)
