@@ -64,7 +64,7 @@ def incidents(verdicts: Iterable[Verdict]) -> tuple[Incident, ...]:
 
 def _incident(name: str, members: list[Verdict]) -> Incident:
     worst_first = sorted(members, key=lambda verdict: (-verdict.level, verdict.since))
-    # Two that explain each other, a lost device and a stuck driver, are both causes.
+    # Verdicts that explain one another in a circle are all causes: an incident has one at least.
     causes = tuple(verdict for verdict in worst_first if verdict.symptom_of is None) or tuple(worst_first)
     symptoms = tuple(verdict for verdict in worst_first if verdict not in causes)
     return Incident(name, causes, symptoms)
