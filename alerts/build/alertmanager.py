@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from alerts.build.model import HEAD, comment_lines
-from oomwatch.incidents import TABLE, Rule
+from oomwatch.incidents import TABLE, Rule, explains
 from oomwatch.verdicts import CATALOGUE
 
 PLANNED_WORK = "OomwatchPlannedWork"
@@ -121,26 +121,5 @@ def _fits(rule: Rule, symptoms: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def symptoms_by_rule() -> Mapping[Rule, tuple[str, ...]]:
-    """What each row of the table may hold back: of two that explain each other, the earlier row's holds the later."""
-    holds_back: dict[str, set[str]] = {}
-    found: dict[Rule, tuple[str, ...]] = {}
-    for rule in TABLE:
-        kept = tuple(
-            name
-            for name in rule.symptoms or CATALOGUE
-            if name != rule.cause and rule.cause not in _reached(name, holds_back)
-        )
-        holds_back.setdefault(rule.cause, set()).update(kept)
-        found[rule] = kept
-    return found
-
-
-def _reached(name: str, edges: Mapping[str, set[str]]) -> set[str]:
-    reached: set[str] = set()
-    todo = [name]
-    while todo:
-        for symptom in edges.get(todo.pop(), ()):
-            if symptom not in reached:
-                reached.add(symptom)
-                todo.append(symptom)
-    return reached
+    """What each row of the table may hold back, in the table's order, or the catalogue's where a row names none."""
+    return {rule: tuple(name for name in rule.symptoms or CATALOGUE if explains(rule, name)) for rule in TABLE}
