@@ -79,28 +79,24 @@ def _split_url(value: str) -> SplitResult:
     raise ValueError("not a URL of a server")
 
 
-def _checked_engine_url(value: str) -> str:
+def _checked_bare_url(value: str, shown_in: str, instead: str) -> str:
     parts = _split_url(value)
     if parts.username is not None or parts.password is not None:
         raise ValueError(
-            "the URL holds credentials, which would end up in logs and labels. "
+            f"the URL holds credentials, which would end up in {shown_in}. "
             "Take them out and use basic_auth with a password_file"
         )
     if parts.query or parts.fragment:
-        raise ValueError("the URL has a query or a fragment. Give the server's base URL or its /metrics")
+        raise ValueError(f"the URL has a query or a fragment. Give {instead}")
     return value
+
+
+def _checked_engine_url(value: str) -> str:
+    return _checked_bare_url(value, "logs and labels", "the server's base URL or its /metrics")
 
 
 def _checked_server_url(value: str) -> str:
-    parts = _split_url(value)
-    if parts.username is not None or parts.password is not None:
-        raise ValueError(
-            "the URL holds credentials, which would end up in logs. "
-            "Take them out and use basic_auth with a password_file"
-        )
-    if parts.query or parts.fragment:
-        raise ValueError("the URL has a query or a fragment. Give the server's base URL")
-    return value
+    return _checked_bare_url(value, "logs", "the server's base URL")
 
 
 def _checked_webhook_url(value: str) -> str:
