@@ -752,6 +752,20 @@ class _GrowthTest:
         """How many steps there were of late."""
         return len(self._steps.steps)
 
+    def evidence(self) -> dict[str, float | int | str | list[int] | list[str]]:
+        """The numbers that a person can check, under the names that both memory leaks share."""
+        evidence: dict[str, float | int | str | list[int] | list[str]] = {}
+        if self.baseline is not None:
+            evidence["baseline_bytes"] = int(self.baseline)
+        if self.floor is not None:
+            evidence["floor_bytes"] = int(self.floor)
+        if self.floor is not None and self.baseline is not None:
+            evidence["growth_bytes"] = int(self.grown)
+            evidence["surprise_steps"] = self.steps
+        if self.slope is not None:
+            evidence["slope_bytes_per_hour"] = self.slope * HOUR
+        return evidence
+
     def add(self, t: float, value: float, last_record: float | None) -> None:
         """Take in a value."""
         self._long.add(t, value)
@@ -960,17 +974,7 @@ class GpuMemoryLeak:
         return Finding("clear", 0.9, "", evidence)
 
     def _evidence(self) -> Evidence:
-        evidence: dict[str, float | int | str | list[int] | list[str]] = {}
-        test = self._test
-        if test.baseline is not None:
-            evidence["baseline_bytes"] = int(test.baseline)
-        if test.floor is not None:
-            evidence["floor_bytes"] = int(test.floor)
-        if test.floor is not None and test.baseline is not None:
-            evidence["growth_bytes"] = int(test.grown)
-            evidence["surprise_steps"] = test.steps
-        if test.slope is not None:
-            evidence["slope_bytes_per_hour"] = test.slope * HOUR
+        evidence = self._test.evidence()
         if self._free is not None:
             evidence["free_bytes"] = self._free
         if self._sleeps:
@@ -1120,17 +1124,7 @@ class HostMemoryLeak:
         return text + (f"; its limit is reached in {units.duration(eta.seconds)}." if eta else ".")
 
     def _evidence(self) -> Evidence:
-        evidence: dict[str, float | int | str | list[int] | list[str]] = {}
-        test = self._test
-        if test.baseline is not None:
-            evidence["baseline_bytes"] = int(test.baseline)
-        if test.floor is not None:
-            evidence["floor_bytes"] = int(test.floor)
-        if test.floor is not None and test.baseline is not None:
-            evidence["growth_bytes"] = int(test.grown)
-            evidence["surprise_steps"] = test.steps
-        if test.slope is not None:
-            evidence["slope_bytes_per_hour"] = test.slope * HOUR
+        evidence = self._test.evidence()
         if self._left is not None:
             evidence["left_bytes"] = int(self._left)
         return evidence
