@@ -95,7 +95,7 @@ class Life:
         self.see(EngineUpdate(start, EngineFacts("chat", target="http://127.0.0.1:8000/metrics")) for _ in range(1))
         for index in range(count):
             self.see(minute(start + index * step))
-            if index % PACE == PACE - 1:
+            if index % PACE == PACE - 1 and index + 1 < count:
                 self.written()
 
     def written(self) -> None:

@@ -118,7 +118,7 @@ class TestServices:
     def test_what_it_mounts_is_there(self, name: str) -> None:
         assert [source for source in mounts(name).values() if not source.exists()] == []
 
-    @pytest.mark.parametrize("name", set(services()) - set(OURS))
+    @pytest.mark.parametrize("name", sorted(set(services()) - set(OURS)))
     def test_it_has_a_health_check(self, name: str) -> None:
         assert services()[name]["healthcheck"]["test"][0] == "CMD"
 
