@@ -19,7 +19,9 @@ from oomwatch.observations import (
     NOT_READ,
     SCRAPE_STATES,
     Absent,
+    AllocationFailure,
     AllocatorReport,
+    BlockOwners,
     DriverReport,
     EngineFacts,
     EngineScrape,
@@ -199,6 +201,20 @@ def test_log_lines_and_allocator_statistics() -> None:
         '{"t": 15.0, "allocator": {"pid": 4712, "gpu": "GPU-aaaa", "stats": {"num_ooms": 0}, '
         '"largest_free_block": 123}}'
     ) == AllocatorReport(START + 15, 4712, "GPU-aaaa", {"num_ooms": 0}, 123)
+
+
+def test_whose_the_blocks_of_a_rank_are() -> None:
+    owners = only(
+        '{"t": 5.0, "owners": {"pid": 4711, "rank": "1", "free": 90, "cached": 5, "living": 3, "finished": 0, '
+        '"ownerless": 2}}'
+    )
+    assert owners == BlockOwners(START + 5, 4711, "1", free=90, cached=5, living=3, finished=0, ownerless=2)
+    assert owners.total == 100
+
+
+def test_classes_of_free_blocks_are_pairs() -> None:
+    with pytest.raises(RecordingError, match=r"allocator\.free_by_size has to be a list of pairs"):
+        only('{"t": 1, "allocator": {"pid": 1, "gpu": "GPU-a", "stats": {}, "free_by_size": [[1, 2, 3]]}}')
 
 
 def test_the_text_of_logs_is_written_only_when_asked_for() -> None:
@@ -525,10 +541,28 @@ SIMPLE = st.one_of(
     st.builds(Tick, TIMES),
     st.builds(lambda t, seconds: Gap(t, round(t - seconds, 6)), TIMES, MICROSECONDS),
     st.builds(LogLine, TIMES, NAMES, line=st.none(), event=NAMES, fields=st.dictionaries(NAMES, BYTES, max_size=3)),
-    st.builds(AllocatorReport, TIMES, PIDS, NAMES, st.dictionaries(NAMES, BYTES, max_size=3), optional(BYTES)),
+    st.builds(BlockOwners, TIMES, PIDS, NAMES, BYTES, BYTES, BYTES, BYTES, BYTES),
     st.builds(EngineUpdate, TIMES, FACTS, st.booleans()),
 )
-OBSERVATIONS = st.one_of(POLLS, HOST_PROCESSES, DRIVERS, FAILED_SCRAPES, SIMPLE)
+FAILURES = st.builds(
+    AllocationFailure,
+    TIMES,
+    *[optional(BYTES)] * 5,
+)
+ALLOCATORS = st.builds(
+    AllocatorReport,
+    TIMES,
+    PIDS,
+    NAMES,
+    st.dictionaries(NAMES, BYTES, max_size=3),
+    *[optional(BYTES)] * 3,
+    free_by_size=st.lists(st.tuples(BYTES, BYTES), max_size=3).map(tuple),
+    backend=optional(NAMES),
+    expandable=optional(st.booleans()),
+    max_split_size=optional(BYTES),
+    failure=optional(FAILURES),
+)
+OBSERVATIONS = st.one_of(POLLS, HOST_PROCESSES, DRIVERS, FAILED_SCRAPES, ALLOCATORS, SIMPLE)
 
 
 @given(OBSERVATIONS)

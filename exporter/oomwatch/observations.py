@@ -378,10 +378,30 @@ class LogLine:
 
 
 @dataclass(frozen=True)
-class AllocatorReport:
-    """Statistics of PyTorch's caching allocator in a worker (torch.cuda.memory_stats), bytes and counts.
+class AllocationFailure:
+    """An allocation that ended in PyTorch's out-of-memory error, with the numbers of that moment, in bytes.
 
-    ``largest_free_block`` is the largest block in bytes that is reserved and free, None where it was not read.
+    ``free`` is what the driver had left on the device, ``total`` the device's memory.
+    """
+
+    t: float
+    wanted: int | None = None
+    free: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    total: int | None = None
+
+
+@dataclass(frozen=True)
+class AllocatorReport:
+    """Statistics of PyTorch's caching allocator in a worker, under the names of torch.cuda.memory_stats: bytes, counts.
+
+    ``gpu`` is the device's or MIG slice's uuid, empty where it is not known. ``largest_free_block`` is the largest
+    block in bytes that is reserved and free, outside the private pools of graphs and sleep mode, None where the
+    allocator's snapshot was not read. So are ``private_reserved`` and ``private_free``, what these pools hold and what
+    of it is free, and ``free_by_size``: free bytes outside them by the largest size of each class, ascending.
+    ``backend`` is PyTorch's name of the allocator, ``expandable`` whether its segments can grow, ``max_split_size`` the
+    size in bytes from which blocks are not split.
     """
 
     t: float
@@ -389,6 +409,40 @@ class AllocatorReport:
     gpu: str
     stats: Mapping[str, int] = field(default_factory=dict)
     largest_free_block: int | None = None
+    private_reserved: int | None = None
+    private_free: int | None = None
+    free_by_size: tuple[tuple[int, int], ...] = ()
+    backend: str | None = None
+    expandable: bool | None = None
+    max_split_size: int | None = None
+    failure: AllocationFailure | None = None  # the last one
+
+    def current(self, name: str) -> int | None:
+        """A statistic such as ``reserved_bytes`` as it is now, over all pools."""
+        return self.stats.get(f"{name}.all.current")
+
+
+@dataclass(frozen=True)
+class BlockOwners:
+    """Whose the usable KV blocks of one rank are, counted between two steps of its engine core.
+
+    Every block is counted once: ``free`` ones were never filled or are cached no more, ``cached`` ones are free as
+    well, and keep a prefix; ``living`` are held by requests that the scheduler knows, ``finished`` by finished ones
+    whose blocks are freed later (a KV connector sends them), ``ownerless`` are held and by nobody that exists.
+    """
+
+    t: float
+    pid: int
+    rank: str
+    free: int
+    cached: int
+    living: int
+    finished: int
+    ownerless: int
+
+    @property
+    def total(self) -> int:
+        return self.free + self.cached + self.living + self.finished + self.ownerless
 
 
 # --- time and health -------------------------------------------------------------------------------------------
@@ -398,8 +452,8 @@ class AllocatorReport:
 class SourceRun:
     """One run of a source against a target: whether it succeeded, and how long it took in seconds.
 
-    ``source`` is ``nvml``, ``vllm``, ``probe``, ``host`` or ``discovery``; ``target`` a device's uuid, an engine's
-    name, or empty.
+    ``source`` is ``nvml``, ``vllm``, ``probe``, ``allocator``, ``host`` or ``discovery``; ``target`` a device's uuid,
+    an engine's name, a directory, or empty.
     """
 
     t: float
@@ -448,6 +502,7 @@ Observation: TypeAlias = (
     | TargetRemoved
     | LogLine
     | AllocatorReport
+    | BlockOwners
     | Gap
     | Tick
 )

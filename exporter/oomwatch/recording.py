@@ -31,7 +31,9 @@ from oomwatch.observations import (
     NOT_READ,
     SCRAPE_STATES,
     Absent,
+    AllocationFailure,
     AllocatorReport,
+    BlockOwners,
     DriverReport,
     EngineFacts,
     EngineScrape,
@@ -184,12 +186,9 @@ def _document(observation: Observation, log_text: bool) -> tuple[str, dict[str, 
         case LogLine():
             return "log", _log_document(observation, log_text)
         case AllocatorReport():
-            return "allocator", {
-                "pid": observation.pid,
-                "gpu": observation.gpu,
-                "stats": dict(observation.stats),
-                "largest_free_block": observation.largest_free_block,
-            }
+            return "allocator", _allocator_document(observation)
+        case BlockOwners():
+            return "owners", {name: getattr(observation, name) for name in _OWNERS}
         case DriverReport():
             return "driver", _driver_document(observation)
         case SourceRun():
@@ -318,6 +317,31 @@ def _log_document(line: LogLine, log_text: bool) -> dict[str, Any] | None:
         **({"fields": dict(line.fields)} if line.event else {}),
     }
     return document if text is None else {**document, "line": text}
+
+
+_OWNERS = tuple(f.name for f in fields(BlockOwners) if f.name != "t")
+_ALLOCATOR_SIZES = ("private_reserved", "private_free", "max_split_size")
+_FAILURE_SIZES = tuple(f.name for f in fields(AllocationFailure) if f.name != "t")
+
+
+def _allocator_document(report: AllocatorReport) -> dict[str, Any]:
+    failure = report.failure
+    return {
+        "pid": report.pid,
+        "gpu": report.gpu,
+        "stats": dict(report.stats),
+        "largest_free_block": report.largest_free_block,
+        **_given(
+            **{name: getattr(report, name) for name in (*_ALLOCATOR_SIZES, "backend", "expandable")},
+            free_by_size=[list(one) for one in report.free_by_size] or None,
+            # How long ago, so that the time does not depend on the header.
+            failure=failure
+            and {
+                "ago": _seconds(report.t - failure.t),
+                **_given(**{name: getattr(failure, name) for name in _FAILURE_SIZES}),
+            },
+        ),
+    }
 
 
 _DRIVER_READINGS = ("driver_version", "nvml_version", "cuda_version", "device_count")
@@ -506,7 +530,16 @@ class Decoder:
             report.text("gpu"),
             {name: stats.whole(name) for name in stats if stats.has(name)},
             report.optional("largest_free_block", report.whole),
+            **{name: report.optional(name, report.whole) for name in _ALLOCATOR_SIZES},
+            free_by_size=_classes(report),
+            backend=report.optional("backend", report.text),
+            expandable=report.optional("expandable", report.boolean),
+            failure=_failure(t, report.section("failure")) if report.has("failure") else None,
         )
+
+    def _owners(self, t: float, owners: _Fields) -> Observation:
+        counts = {name: owners.whole(name) for name in _OWNERS if name != "rank"}
+        return BlockOwners(t, rank=owners.text("rank"), **counts)
 
     # --- GPUs ------------------------------------------------------------------------------------------------
 
@@ -622,6 +655,7 @@ _KINDS: Mapping[str, Callable[[Decoder, float, _Fields], Observation]] = {
     "engine": Decoder._engine,
     "log": Decoder._log,
     "allocator": Decoder._allocator,
+    "owners": Decoder._owners,
     "tick": Decoder._tick,
     "gap": Decoder._gap,
     "driver": Decoder._driver,
@@ -713,6 +747,23 @@ def _state_of(error: str) -> str:
     if text.replace(" ", "_") in SCRAPE_STATES:
         return text.replace(" ", "_")
     return next((state for words, state in _STATES_BY_WORDS if any(word in text for word in words)), "unreachable")
+
+
+def _failure(t: float, failure: _Fields) -> AllocationFailure:
+    sizes = {name: failure.optional(name, failure.whole) for name in _FAILURE_SIZES}
+    return AllocationFailure(_seconds(t - failure.number("ago")), **sizes)
+
+
+def _classes(report: _Fields) -> tuple[tuple[int, int], ...]:
+    """Pairs of a size and the free bytes in blocks up to it."""
+    if not report.has("free_by_size"):
+        return ()
+    classes = [
+        _Fields({"sizes": pair}, report.place("free_by_size")).wholes("sizes") for pair in report.listed("free_by_size")
+    ]
+    if any(len(pair) != 2 for pair in classes):
+        raise _Malformed(f"{report.place('free_by_size')} has to be a list of pairs [size, bytes]")
+    return tuple((pair[0], pair[1]) for pair in classes)
 
 
 def _memory(memory: _Fields) -> Memory:
