@@ -205,10 +205,10 @@ def test_log_lines_and_allocator_statistics() -> None:
 
 def test_whose_the_blocks_of_a_rank_are() -> None:
     owners = only(
-        '{"t": 5.0, "owners": {"pid": 4711, "rank": "1", "free": 90, "cached": 5, "living": 3, "finished": 0, '
+        '{"t": 5.0, "owners": {"pid": 4711, "rank": "1", "free": 95, "cached": 5, "living": 3, "finished": 0, '
         '"ownerless": 2}}'
     )
-    assert owners == BlockOwners(START + 5, 4711, "1", free=90, cached=5, living=3, finished=0, ownerless=2)
+    assert owners == BlockOwners(START + 5, 4711, "1", free=95, living=3, finished=0, ownerless=2, cached=5)
     assert owners.total == 100
 
 
@@ -541,7 +541,7 @@ SIMPLE = st.one_of(
     st.builds(Tick, TIMES),
     st.builds(lambda t, seconds: Gap(t, round(t - seconds, 6)), TIMES, MICROSECONDS),
     st.builds(LogLine, TIMES, NAMES, line=st.none(), event=NAMES, fields=st.dictionaries(NAMES, BYTES, max_size=3)),
-    st.builds(BlockOwners, TIMES, PIDS, NAMES, BYTES, BYTES, BYTES, BYTES, BYTES),
+    st.builds(BlockOwners, TIMES, PIDS, NAMES, BYTES, BYTES, BYTES, BYTES, optional(BYTES)),
     st.builds(EngineUpdate, TIMES, FACTS, st.booleans()),
 )
 FAILURES = st.builds(
@@ -555,7 +555,7 @@ ALLOCATORS = st.builds(
     PIDS,
     NAMES,
     st.dictionaries(NAMES, BYTES, max_size=3),
-    *[optional(BYTES)] * 3,
+    *[optional(BYTES)] * 5,
     free_by_size=st.lists(st.tuples(BYTES, BYTES), max_size=3).map(tuple),
     backend=optional(NAMES),
     expandable=optional(st.booleans()),

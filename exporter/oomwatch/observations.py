@@ -396,12 +396,12 @@ class AllocationFailure:
 class AllocatorReport:
     """Statistics of PyTorch's caching allocator in a worker, under the names of torch.cuda.memory_stats: bytes, counts.
 
-    ``gpu`` is the device's or MIG slice's uuid, empty where it is not known. ``largest_free_block`` is the largest
-    block in bytes that is reserved and free, outside the private pools of graphs and sleep mode, None where the
-    allocator's snapshot was not read. So are ``private_reserved`` and ``private_free``, what these pools hold and what
-    of it is free, and ``free_by_size``: free bytes outside them by the largest size of each class, ascending.
-    ``backend`` is PyTorch's name of the allocator, ``expandable`` whether its segments can grow, ``max_split_size`` the
-    size in bytes from which blocks are not split.
+    ``gpu`` is the device's or MIG slice's uuid, empty where it is not known. The fields that follow come from the
+    allocator's snapshot, None where it was not read: of what is reserved, free, and outside the private pools of graphs
+    and sleep mode, ``largest_free_block`` in bytes, ``free`` bytes in all, those ``releasable`` to the driver at once,
+    and ``free_by_size``: bytes by the smallest size of each class, ascending. ``private_reserved`` and ``private_free``
+    are what these pools hold, and what of it is free. ``backend`` is PyTorch's name of the allocator, ``expandable``
+    whether its segments can grow, ``max_split_size`` the size in bytes from which on blocks are not split.
     """
 
     t: float
@@ -409,6 +409,8 @@ class AllocatorReport:
     gpu: str
     stats: Mapping[str, int] = field(default_factory=dict)
     largest_free_block: int | None = None
+    free: int | None = None
+    releasable: int | None = None
     private_reserved: int | None = None
     private_free: int | None = None
     free_by_size: tuple[tuple[int, int], ...] = ()
@@ -426,23 +428,23 @@ class AllocatorReport:
 class BlockOwners:
     """Whose the usable KV blocks of one rank are, counted between two steps of its engine core.
 
-    Every block is counted once: ``free`` ones were never filled or are cached no more, ``cached`` ones are free as
-    well, and keep a prefix; ``living`` are held by requests that the scheduler knows, ``finished`` by finished ones
-    whose blocks are freed later (a KV connector sends them), ``ownerless`` are held and by nobody that exists.
+    Every block is one of four: ``free``; held by requests that are ``living``; held by ``finished`` ones, whose blocks
+    are freed later, because a KV connector still reads them; ``ownerless``, held by nobody that exists. ``cached`` are
+    those of the free ones that a prefix can still hit, None where that was not counted.
     """
 
     t: float
     pid: int
     rank: str
     free: int
-    cached: int
     living: int
     finished: int
     ownerless: int
+    cached: int | None = None
 
     @property
     def total(self) -> int:
-        return self.free + self.cached + self.living + self.finished + self.ownerless
+        return self.free + self.living + self.finished + self.ownerless
 
 
 # --- time and health -------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def _document(observation: Observation, log_text: bool) -> tuple[str, dict[str, 
         case AllocatorReport():
             return "allocator", _allocator_document(observation)
         case BlockOwners():
-            return "owners", {name: getattr(observation, name) for name in _OWNERS}
+            return "owners", _given(**{name: getattr(observation, name) for name in _OWNERS})
         case DriverReport():
             return "driver", _driver_document(observation)
         case SourceRun():
@@ -320,7 +320,7 @@ def _log_document(line: LogLine, log_text: bool) -> dict[str, Any] | None:
 
 
 _OWNERS = tuple(f.name for f in fields(BlockOwners) if f.name != "t")
-_ALLOCATOR_SIZES = ("private_reserved", "private_free", "max_split_size")
+_ALLOCATOR_SIZES = ("free", "releasable", "private_reserved", "private_free", "max_split_size")
 _FAILURE_SIZES = tuple(f.name for f in fields(AllocationFailure) if f.name != "t")
 
 
@@ -538,8 +538,8 @@ class Decoder:
         )
 
     def _owners(self, t: float, owners: _Fields) -> Observation:
-        counts = {name: owners.whole(name) for name in _OWNERS if name != "rank"}
-        return BlockOwners(t, rank=owners.text("rank"), **counts)
+        counts = {name: owners.whole(name) for name in _OWNERS if name not in ("rank", "cached")}
+        return BlockOwners(t, rank=owners.text("rank"), cached=owners.optional("cached", owners.whole), **counts)
 
     # --- GPUs ------------------------------------------------------------------------------------------------
 
