@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Programs that speak while they work, so that the lines of one step are not mixed into the next.
 export PYTHONUNBUFFERED := 1
+# Two workers, whatever the machine: more of them make the daemons under test wait for each other.
+SHARED_OUT := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -18,7 +20,7 @@ run: $(VENV)/.run ## Set up if needed and start the daemon with no configuration
 	$(BIN)/oomwatch run
 
 test: lint vllm ## Set up if needed, then every check; pytest comes last
-	$(BIN)/pytest
+	$(BIN)/pytest $(SHARED_OUT)
 
 lint: $(VENV)/.dev ## Check style and types
 	$(BIN)/ruff check .
@@ -34,7 +36,7 @@ docs: $(VENV)/.dev ## Write the generated pages of docs/ and the rules of alerts
 	$(BIN)/python -m alerts.build
 
 golden: $(VENV)/.dev ## Write the expected outputs of the tests anew; review the diff
-	$(BIN)/pytest -m "not real" --update-golden
+	$(BIN)/pytest $(SHARED_OUT) -m "not real" --update-golden
 
 # Where it cannot be made (it needs Python 3.11 on x86-64 and 2.5 GB), the tests that need it are skipped and say so;
 # in CI nothing may be skipped.

@@ -21,6 +21,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     golden.add_option(parser)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Share the tests out by file, and all real engines to one worker: two at once would starve each other."""
+    items.sort(key=lambda item: item.get_closest_marker("real") is None)
+    for item in items:
+        file = str(item.path.relative_to(Path(__file__).parent))
+        item.add_marker(pytest.mark.xdist_group("real" if item.get_closest_marker("real") else file))
+
+
 def _missing(what: str) -> None:
     """Skip, or fail where the run promises to have everything (OOMWATCH_TESTS_REQUIRE=all)."""
     if os.environ.get("OOMWATCH_TESTS_REQUIRE") == "all":
