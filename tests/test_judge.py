@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from oomwatch.detectors.base import (
+    AllocatorSample,
     DeviceSample,
     EngineSample,
     Finding,
     HeldSample,
     HostSample,
+    OwnersSample,
     ProcessEnd,
     RankSample,
     Sample,
@@ -24,6 +26,8 @@ from oomwatch.node import Cadence, Node
 from oomwatch.observations import (
     NOT_READ,
     Absent,
+    AllocatorReport,
+    BlockOwners,
     DriverReport,
     EngineFacts,
     EngineScrape,
@@ -130,6 +134,23 @@ class TestWhoIsTold:
         assert len(court.told(LLM, RankSample)) == 2
         states = [s.state for s in court.told(LLM, EngineSample) if isinstance(s, EngineSample)]
         assert states == ["ok", "timeout"]
+
+    def test_a_process_on_a_device_what_its_allocator_tells_with_the_devices_memory(self) -> None:
+        report = AllocatorReport(20, 100, "GPU-1", {"num_ooms": 0})
+        court = Court("held").hear(FACTS, poll(5, GpuProcess(100, 50 * GIB)), scrape(10, rank()), report)
+        (sample,) = court.told(HELD, AllocatorSample)
+        assert isinstance(sample, AllocatorSample)
+        assert (sample.report, sample.memory, sample.ready_since) == (report, MEMORY, 10)
+
+    def test_nobody_what_the_allocator_of_a_stranger_tells(self) -> None:
+        assert not Court("held").hear(FACTS, AllocatorReport(20, 999, "GPU-1")).witnesses()
+
+    def test_a_rank_whose_its_blocks_are(self) -> None:
+        owners = BlockOwners(20, 100, "1", free=5, living=3, finished=1, ownerless=1)
+        court = Court("rank").hear(FACTS, owners)
+        (sample,) = court.told(Subject(engine="llm", rank="1"), OwnersSample)
+        assert isinstance(sample, OwnersSample)
+        assert sample.owners == owners
 
     def test_a_device_its_polls_and_the_load_of_the_engines_on_it(self) -> None:
         court = Court("device").hear(FACTS, poll(5, GpuProcess(100, 50 * GIB)), scrape(10, rank()))

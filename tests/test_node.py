@@ -16,6 +16,8 @@ from oomwatch.observations import (
     NOT_READ,
     STALE,
     Absent,
+    AllocatorReport,
+    BlockOwners,
     EngineFacts,
     EngineScrape,
     EngineUpdate,
@@ -425,3 +427,30 @@ class TestSources:
         (view,) = fold(SourceRun(0, "host", "", True, 0.1), Tick(61)).sources
         assert view.up is None
         assert view.error == "silent for 61 s"
+
+
+class TestWhatProbesTell:
+    FACTS = EngineUpdate(0, EngineFacts("llm", pids=(100,)))
+    REPORT = AllocatorReport(10, 101, "GPU-1", {"num_ooms": 0})
+    OWNERS = BlockOwners(10, 100, "0", free=9, living=1, finished=0, ownerless=0)
+    WORKER = HostProcess(5, 101, 0, 1, 1, "VLLM::Worker_TP0", ppid=100, engine="llm")
+
+    def told(self, *observations: Observation) -> tuple[int, int]:
+        view = engine(fold(self.FACTS, self.WORKER, *observations))
+        return len(view.allocators), len(view.owners)
+
+    def test_stands_with_the_engine_whose_process_it_is(self) -> None:
+        assert self.told(self.REPORT, self.OWNERS) == (1, 1)
+
+    def test_is_nothing_of_an_engine_where_the_process_is_a_strangers(self) -> None:
+        assert self.told(replace(self.REPORT, pid=999)) == (0, 0)
+
+    def test_is_the_latest_of_each_device_and_rank(self) -> None:
+        assert self.told(self.REPORT, replace(self.REPORT, t=15), replace(self.OWNERS, rank="1"), self.OWNERS) == (1, 2)
+
+    def test_ends_with_the_process(self) -> None:
+        assert self.told(self.REPORT, self.OWNERS, ProcessGone(12, 101)) == (0, 1)
+
+    @pytest.mark.parametrize(("t", "told"), [(55, (1, 0)), (56, (0, 0))])
+    def test_is_the_present_for_three_of_its_intervals(self, t: float, told: tuple[int, int]) -> None:
+        assert self.told(self.REPORT, replace(self.WORKER, t=t), Tick(t)) == told

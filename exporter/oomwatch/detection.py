@@ -182,7 +182,7 @@ class ConfiguredPolicy:
 
     def settings(self, kind: DetectorKind, subject: Subject) -> Section | None:
         """The thresholds that hold for a subject; None where the verdict is switched off."""
-        if any(off.fits(subject) and _names(off.verdicts, kind.verdict) for off in self._config.off):
+        if self.is_off(kind.verdict, subject):
             return None
         name = field_name(kind.verdict)
         settings: Section = getattr(self._config.thresholds, name)
@@ -192,6 +192,10 @@ class ConfiguredPolicy:
                 changed = {key: getattr(given, key) for key in given.model_fields_set}
                 settings = settings.model_copy(update=changed)
         return settings
+
+    def is_off(self, verdict: str, subject: Subject) -> bool:
+        """Whether a verdict about a subject is not to be concluded."""
+        return any(off.fits(subject) and _names(off.verdicts, verdict) for off in self._config.off)
 
     def silence(self, verdict: str, subject: Subject, t: float) -> str:
         """Why a verdict is held back at ``t``; empty when it is not."""

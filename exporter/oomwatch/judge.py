@@ -11,12 +11,14 @@ from typing import Protocol
 
 from oomwatch.advice import advice
 from oomwatch.detectors.base import (
+    AllocatorSample,
     Detector,
     DeviceSample,
     EngineSample,
     Finding,
     HeldSample,
     HostSample,
+    OwnersSample,
     ProbeSample,
     ProcessEnd,
     RankSample,
@@ -33,6 +35,8 @@ from oomwatch.node import Node
 from oomwatch.observations import (
     NOT_READ,
     Absent,
+    AllocatorReport,
+    BlockOwners,
     DriverReport,
     EngineFacts,
     EngineScrape,
@@ -48,6 +52,9 @@ from oomwatch.observations import (
     Tick,
     known,
 )
+from oomwatch.observations import (
+    Memory as DeviceMemory,
+)
 from oomwatch.settings import Section
 from oomwatch.snapshot import GpuView, HeldProcess, Holder, MigView, Snapshot, devices
 from oomwatch.verdicts import CATALOGUE, Verdict
@@ -59,6 +66,9 @@ class Policy(Protocol):
     def settings(self, kind: Kind, subject: Subject) -> Section | None:
         """The thresholds that hold for a subject; None where the verdict is switched off."""
 
+    def is_off(self, verdict: str, subject: Subject) -> bool:
+        """Whether a verdict about a subject is switched off."""
+
     def silence(self, verdict: str, subject: Subject, t: float) -> str:
         """Why this verdict is held back at ``t``; empty when it is not."""
 
@@ -68,6 +78,9 @@ class Defaults:
 
     def settings(self, kind: Kind, _subject: Subject) -> Section | None:
         return kind.settings()
+
+    def is_off(self, _verdict: str, _subject: Subject) -> bool:
+        return False
 
     def silence(self, _verdict: str, _subject: Subject, _t: float) -> str:
         return ""
@@ -143,6 +156,7 @@ class Judge:
         self._verdicts: tuple[Verdict, ...] = ()
         self._devices_of: dict[str, set[str]] = {}
         self._listed: dict[str, dict[int, Holder]] = {}  # by device: pids of its latest list
+        self._memory_of: dict[str, DeviceMemory] = {}  # by device: as it was last read
 
     def configure(self, policy: Policy) -> None:
         """Take over new settings. Detectors whose thresholds changed begin anew."""
@@ -187,6 +201,10 @@ class Judge:
                 self._host_process(observation)
             case ProbeResult():
                 self._probed(observation)
+            case AllocatorReport():
+                self._allocator(observation)
+            case BlockOwners():
+                self._counted(observation)
             case ProcessGone() if holder is not None:
                 self._ended(observation.pid, holder)
             case EngineUpdate() if observation.gone:
@@ -311,11 +329,16 @@ class Judge:
     def _forget_device(self, uuid: str) -> None:
         self.memory.seats = {key: seats for key, seats in self.memory.seats.items() if key[2] != uuid}
         self._listed.pop(uuid, None)
+        self._memory_of.pop(uuid, None)
         for on in self._devices_of.values():
             on.discard(uuid)
 
     def _device(self, view: GpuView | MigView) -> None:
         t = self.node.t
+        if isinstance(view.memory, Absent):
+            self._memory_of.pop(view.uuid, None)
+        else:
+            self._memory_of[view.uuid] = view.memory
         read = not isinstance(view.processes, Absent) and self.node.list_is_new(view.uuid)
         processes = view.processes if read or isinstance(view.processes, Absent) else NOT_READ
         engines = self._engines_on(view)
@@ -372,6 +395,36 @@ class Judge:
             subject = Subject(engine=engine, gpu=view.uuid, pid=process.pid)
             self._tell(self._seats("held", engine, view.uuid, subject, process.pid), sample)
             self._tell(self._seats("engine", engine, "", Subject(engine=engine)), sample)
+
+    # --- what the engines' own processes tell ------------------------------------------------------------------
+
+    def _allocator(self, report: AllocatorReport) -> None:
+        holder = self.node.holder(report.pid)
+        if holder.kind != "engine":
+            return
+        engine = holder.name
+        life = self._life(engine)
+        sample = AllocatorSample(
+            t=self.node.t,
+            engine=engine,
+            report=report,
+            memory=self._memory_of.get(report.gpu),
+            segment=life.segment,
+            segment_start=life.segment_start,
+            ready_since=life.ready_since or None,
+            asleep=self.node.engine(engine).state == "sleeping",
+        )
+        subject = Subject(engine=engine, gpu=report.gpu or None, pid=report.pid)
+        self._tell(self._seats("held", engine, report.gpu, subject, report.pid), sample)
+        self._tell(self._seats("engine", engine, "", Subject(engine=engine)), sample)
+
+    def _counted(self, owners: BlockOwners) -> None:
+        holder = self.node.holder(owners.pid)
+        if holder.kind != "engine":
+            return
+        sample = OwnersSample(self.node.t, holder.name, owners, self._life(holder.name).segment)
+        subject = Subject(engine=holder.name, rank=owners.rank)
+        self._tell(self._seats("rank", holder.name, owners.rank, subject), sample)
 
     # --- the host --------------------------------------------------------------------------------------------
 
@@ -437,12 +490,15 @@ class Judge:
 
     def _verdict(self, seat: Seat, t: float) -> Verdict:
         finding = seat.detector.conclude(t)
-        if finding.state != seat.finding.state:
+        if finding.verdict is not None and self._policy.is_off(finding.verdict, seat.subject):
+            finding = replace(SwitchedOff().conclude(t), gauges=finding.present())
+        if (finding.state, finding.verdict) != (seat.finding.state, seat.finding.verdict):
             seat.since = t
         seat.finding = finding
-        entry = CATALOGUE[seat.verdict]
+        name = finding.verdict or seat.verdict
+        entry = CATALOGUE[name]
         return Verdict(
-            name=seat.verdict,
+            name=name,
             killer=finding.killer or entry.killer,
             state=finding.state,
             subject=seat.subject,
@@ -452,8 +508,8 @@ class Judge:
             evidence=finding.evidence,
             eta=finding.eta,
             reason=finding.reason,
-            advice=advice(seat.verdict, finding, self._facts_of(seat.subject)) if finding.state not in _QUIET else (),
-            silenced=self._policy.silence(seat.verdict, seat.subject, t),
+            advice=advice(name, finding, self._facts_of(seat.subject)) if finding.state not in _QUIET else (),
+            silenced=self._policy.silence(name, seat.subject, t),
             gauges=finding.present(),
         )
 

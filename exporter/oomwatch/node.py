@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from oomwatch import units
 from oomwatch.attribution import Attribution, Neighbour, engine_overhead, held_memory, unowned_memory
@@ -18,6 +18,8 @@ from oomwatch.observations import (
     NOT_READ,
     STALE,
     Absent,
+    AllocatorReport,
+    BlockOwners,
     DriverReport,
     EngineFacts,
     EngineScrape,
@@ -53,6 +55,8 @@ from oomwatch.snapshot import (
     devices,
 )
 
+_Told = TypeVar("_Told", AllocatorReport, BlockOwners)
+
 
 @dataclass(frozen=True)
 class Cadence:
@@ -64,6 +68,7 @@ class Cadence:
     host: float = 30.0
     discovery: float = 15.0
     probe: float = 360.0
+    allocator: float = 15.0
     intervals_to_stale: float = 3.0
     forget_after: float = 24 * 3600.0
 
@@ -80,6 +85,7 @@ _INTERVAL_OF = {
     "host": "host",
     "discovery": "discovery",
     "probe": "probe",
+    "allocator": "allocator",
 }
 
 
@@ -169,6 +175,8 @@ class Node:
         self._gpus: dict[str, _Gpu] = {}
         self._engines: dict[str, _Engine] = {}
         self._processes: dict[int, HostProcess] = {}
+        self._allocators: dict[tuple[int, str], AllocatorReport] = {}  # by pid and device
+        self._owners: dict[tuple[int, str], BlockOwners] = {}  # by pid and rank
         self._host: HostMemory | None = None
         self._sources: dict[tuple[str, str], SourceView] = {}
         self._containers: Mapping[str, str] = {}  # engine by container
@@ -251,7 +259,12 @@ class Node:
             case ProcessGone():
                 self._attribution()  # whose container it was is remembered beyond its end
                 self._processes.pop(observation.pid, None)
+                self._silence(observation.pid)
                 self._attribution_made = None
+            case AllocatorReport():
+                self._allocators[observation.pid, observation.gpu] = observation
+            case BlockOwners():
+                self._owners[observation.pid, observation.rank] = observation
             case HostMemory():
                 self._host = observation
             case EngineUpdate():
@@ -394,6 +407,11 @@ class Node:
             self._engines.pop(target, None)
             self._sources.pop(("probe", target), None)
 
+    def _silence(self, pid: int) -> None:
+        """What a process told of itself ends with it."""
+        self._allocators = {key: report for key, report in self._allocators.items() if key[0] != pid}
+        self._owners = {key: owners for key, owners in self._owners.items() if key[0] != pid}
+
     def _resume(self) -> None:
         """Nobody was watching: what went unseen is no silence of a source and no standstill of an engine."""
         self._sources = {key: replace(view, up=None, last_run=None) for key, view in self._sources.items()}
@@ -406,6 +424,8 @@ class Node:
         for pid in silent:
             del self._processes[pid]
             self._attribution_made = None
+        self._allocators = {key: one for key, one in self._allocators.items() if self._fresh(one.t, "allocator")}
+        self._owners = {key: one for key, one in self._owners.items() if self._fresh(one.t, "allocator")}
         ended = [
             name
             for name, engine in self._engines.items()
@@ -520,6 +540,15 @@ class Node:
             processes=() if gone else self._processes_of(engine.facts.name),
             gpu_memory=memory,
             overhead=engine_overhead(engine.facts, memory, engine.facts.name, gpus),
+            allocators=() if gone else self._told_by(engine.facts.name, self._allocators),
+            owners=() if gone else self._told_by(engine.facts.name, self._owners),
+        )
+
+    def _told_by(self, engine: str, told: Mapping[tuple[int, str], _Told]) -> tuple[_Told, ...]:
+        """What the probes inside an engine's processes say, as far as it is of now."""
+        holder = Holder("engine", engine)
+        return tuple(
+            told[key] for key in sorted(told) if self.holder(key[0]) == holder and self._fresh(told[key].t, "allocator")
         )
 
     def _processes_of(self, engine: str) -> tuple[HostProcess, ...]:

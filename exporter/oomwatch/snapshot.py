@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from oomwatch.observations import (
     NOT_KNOWN,
     NOT_READ,
+    AllocatorReport,
+    BlockOwners,
     DriverReport,
     EngineFacts,
     EngineScrape,
@@ -136,7 +138,7 @@ class EngineView:
     readings for people, whatever happened since; ``last_seen`` is its time. ``last_progress`` is when a token, step or
     finished-request counter last moved, on the rank where that is longest ago. ``gpu_memory`` is held device memory in
     bytes by device (or MIG) uuid, Absent where a list is missing. ``overhead`` is what its processes hold beyond the
-    known components, by device.
+    known components, by device. ``allocators`` and ``owners`` are what the probes inside its processes say now.
     """
 
     facts: EngineFacts
@@ -150,6 +152,8 @@ class EngineView:
     processes: tuple[HostProcess, ...] = ()
     gpu_memory: Maybe[Mapping[str, int]] = NOT_READ
     overhead: Maybe[Mapping[str, int]] = NOT_KNOWN
+    allocators: tuple[AllocatorReport, ...] = ()
+    owners: tuple[BlockOwners, ...] = ()
 
     @property
     def name(self) -> str:

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from oomwatch.observations import EngineFacts, HostProcess, Maybe, Memory, RankReading
+from oomwatch.observations import (
+    AllocatorReport,
+    BlockOwners,
+    EngineFacts,
+    HostProcess,
+    Maybe,
+    Memory,
+    RankReading,
+)
 from oomwatch.snapshot import HeldProcess, Holder
 
 State = Literal["unknown", "clear", "info", "ticket", "page"]
@@ -57,9 +65,10 @@ class Finding:
 
     ``confidence`` is 0-1: how sure it is that the state is right. ``evidence`` are the numbers that led to it, in base
     units, under stable names. ``summary`` is one sentence with the numbers that matter, for a person on call.
-    ``reason`` says why the state is unknown. ``killer`` is set where it differs from the catalogue's. ``gauges`` are
-    the numbers that are exported whatever the state, None for those of the evidence; a finding that outlasts its
-    cause keeps the evidence of then and gives the gauges of now.
+    ``reason`` says why the state is unknown. ``killer`` is set where it differs from the catalogue's, ``verdict`` where
+    another of the catalogue stands in the detector's own place. ``gauges`` are the numbers that are exported whatever
+    the state, None for those of the evidence; a finding that outlasts its cause keeps the evidence of then and gives
+    the gauges of now.
     """
 
     state: State
@@ -69,6 +78,7 @@ class Finding:
     eta: Eta | None = None
     reason: str = ""
     killer: str | None = None
+    verdict: str | None = None
     gauges: Mapping[str, float] | None = None
 
     def present(self) -> Mapping[str, float]:
@@ -171,6 +181,34 @@ class HeldSample:
 
 
 @dataclass(frozen=True)
+class AllocatorSample:
+    """What PyTorch's allocator tells of itself in one process of an engine, by the probe inside it.
+
+    ``memory`` is that of the process' device by NVML's latest poll, None where it is not known. ``ready_since`` is when
+    the engine first answered in this life, None before.
+    """
+
+    t: float
+    engine: str
+    report: AllocatorReport
+    memory: Memory | None
+    segment: int
+    segment_start: float
+    ready_since: float | None
+    asleep: bool
+
+
+@dataclass(frozen=True)
+class OwnersSample:
+    """Whose the KV blocks of one rank are, by the probe inside its engine core."""
+
+    t: float
+    engine: str
+    owners: BlockOwners
+    segment: int
+
+
+@dataclass(frozen=True)
 class HostSample:
     """One reading of a process of an engine on the host."""
 
@@ -217,7 +255,18 @@ class Resumed:
     since: float
 
 
-Sample = RankSample | EngineSample | DeviceSample | HeldSample | HostSample | ProcessEnd | ProbeSample | Resumed
+Sample = (
+    RankSample
+    | EngineSample
+    | DeviceSample
+    | HeldSample
+    | AllocatorSample
+    | OwnersSample
+    | HostSample
+    | ProcessEnd
+    | ProbeSample
+    | Resumed
+)
 
 
 class Detector(Protocol):
