@@ -23,9 +23,10 @@ from oomwatch.detectors.base import State, Subject
 from oomwatch.notify import Ledger, Notifier, Place, alerts_of
 from oomwatch.snapshot import EMPTY, Snapshot
 from oomwatch.verdicts import Verdict
-from tests.alerts.alertmanagers import VERSIONS, Alertmanager, Inbox, inbox, shipped_config, to_webhooks
+from tests.alerts.alertmanagers import Alertmanager, Inbox, inbox, shipped_config, to_webhooks
 from tests.certificates import make_certificates
 from tests.e2e.processes import wait_until
+from tests.e2e.tools import VERSIONS
 from tests.snapshots import NOW, gpu_uuid, judged, leaking, stuck, verdict
 
 RULE_TESTS = Path(__file__).resolve().parents[1] / "alerts" / "tests" / "verdicts.yml"

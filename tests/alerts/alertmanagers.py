@@ -14,22 +14,10 @@ from typing import Any
 import requests
 import yaml
 
-from tests.e2e.debian_sid import CannotFetch, sid_programs
 from tests.e2e.processes import ServerProcess, free_port, wait_until
-from tests.e2e.tools import cannot_run, require_tool
+from tests.e2e.tools import program
 
 CONFIG = Path(__file__).resolve().parents[2] / "alerts" / "alertmanager.yml"
-VERSIONS = ("installed", "newest")
-
-
-def program(name: str, version: str) -> Path:
-    """Alertmanager or amtool as the system has it, or the newest that Debian has."""
-    if version == "installed":
-        return require_tool(name)
-    try:
-        return sid_programs() / {"alertmanager": "prometheus-alertmanager"}.get(name, name)
-    except CannotFetch as error:
-        cannot_run(str(error))
 
 
 @dataclass

@@ -15,8 +15,9 @@ import yaml
 from alerts.build.alertmanager import PLANNED_WORK, alertmanager, symptoms_by_rule
 from oomwatch.incidents import TABLE, Rule
 from oomwatch.verdicts import CATALOGUE
-from tests.alerts.alertmanagers import CONFIG, VERSIONS, Alertmanager, inbox, program, shipped_config, to_webhooks
+from tests.alerts.alertmanagers import CONFIG, Alertmanager, inbox, shipped_config, to_webhooks
 from tests.e2e.processes import wait_until
+from tests.e2e.tools import VERSIONS, program
 
 RULES = CONFIG.parent / "rules"
 WHERE = {"cluster": "gpu-east", "job": "oomwatch"}

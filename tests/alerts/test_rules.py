@@ -40,8 +40,7 @@ from tests.alerts.promql import (
     series,
 )
 from tests.documents import REPOSITORY
-from tests.e2e.debian_sid import CannotFetch, sid_programs
-from tests.e2e.tools import cannot_run, require_tool
+from tests.e2e.tools import VERSIONS, program
 from tests.exposed import own_page
 from tests.snapshots import NOW, alarming, full, judged, verdict
 
@@ -53,15 +52,10 @@ alerting_rules = pytest.mark.parametrize("rule", [rule for rule in rules() if ru
 every_rule = pytest.mark.parametrize("rule", rules(), ids=str)
 
 
-@pytest.fixture(scope="module", params=["system", "sid"])
+@pytest.fixture(scope="module", params=VERSIONS)
 def promtool(request: pytest.FixtureRequest) -> Path:
     """Debian bookworm's 2.42, which is the oldest that the rules are for, and the newest that Debian has."""
-    if request.param == "system":
-        return require_tool("promtool")
-    try:
-        return sid_programs() / "promtool"
-    except CannotFetch as error:
-        cannot_run(str(error))
+    return program("promtool", request.param)
 
 
 def run(promtool: Path, *arguments: str | Path) -> str:

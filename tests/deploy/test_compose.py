@@ -18,11 +18,11 @@ from click.testing import CliRunner
 
 from oomwatch.cli import main
 from oomwatch.config import DEFAULT_PORT
-from tests.alerts.alertmanagers import VERSIONS, Alertmanager, program
+from tests.alerts.alertmanagers import Alertmanager
 from tests.documents import REPOSITORY
 from tests.e2e.debian_sid import CannotFetch, sid_compose
 from tests.e2e.prometheus import PrometheusServer, scrape_config
-from tests.e2e.tools import cannot_run
+from tests.e2e.tools import VERSIONS, cannot_run, program
 
 FILE = REPOSITORY / "docker-compose.yml"
 PROFILES = {

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from oomwatch.config import DEFAULT_PORT
-from tests.alerts.alertmanagers import program
 from tests.documents import REPOSITORY
+from tests.e2e.tools import program
 
 FOLDER = REPOSITORY / "deploy" / "prometheus"
 

@@ -11,7 +11,7 @@ import requests
 import yaml
 
 from tests.e2e.processes import ServerProcess, free_port, wait_until
-from tests.e2e.tools import require_tool
+from tests.e2e.tools import program
 
 START_TIMEOUT_S = 60.0
 
@@ -45,18 +45,26 @@ def scrape_config(
 class PrometheusServer(ServerProcess):
     """Runs Prometheus with `config` (see `scrape_config`); configuration, storage and log lie in `folder`."""
 
-    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, object],
+        *,
+        version: str = "installed",
+        arguments: Sequence[str] = (),
+    ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         config_path = folder / "prometheus.yml"
         config_path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
         super().__init__(
             [
-                require_tool("prometheus"),
+                program("prometheus", version),
                 f"--config.file={config_path}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",
                 "--log.level=warn",
+                *arguments,
             ],
             log_path=folder / "prometheus.log",
             ready_url=f"{self.url}/-/ready",

@@ -10,8 +10,10 @@ from typing import NoReturn
 import pytest
 
 from tests.e2e import vllm_setup
+from tests.e2e.debian_sid import CannotFetch, sid_programs
 
 REQUIRE_VARIABLE = "OOMWATCH_TESTS_REQUIRE"
+VERSIONS = ("installed", "newest")
 
 _DEBIAN_PACKAGES = {
     "alertmanager": "prometheus-alertmanager",
@@ -45,6 +47,16 @@ def require_tool(name: str) -> Path:
         package = _DEBIAN_PACKAGES.get(name)
         cannot_run(f"{name} is not on PATH" + (f": install {package} (Debian's name)" if package else ""))
     return found
+
+
+def program(name: str, version: str) -> Path:
+    """Prometheus, Alertmanager or a tool of theirs as the system has it, or the newest that Debian has."""
+    if version == "installed":
+        return require_tool(name)
+    try:
+        return sid_programs() / {"alertmanager": "prometheus-alertmanager"}.get(name, name)
+    except CannotFetch as error:
+        cannot_run(str(error))
 
 
 def find_promtool() -> Path:
