@@ -1,0 +1,292 @@
+"""Fleet: every node at a glance. Is something wrong, where, and which killer?"""
+
+from __future__ import annotations
+
+from grafana.build import variables
+from grafana.build.board import Board, Row
+from grafana.build.links import from_cell, to_board
+from grafana.build.look import BLUE, GREY, KILLER_COLOURS, NOT_WATCHED, ORANGE, SKY, STATES, VERMILLION
+from grafana.build.panels import Column, Query, bars, series, stat, table
+from grafana.build.queries import JOB, NODES, Scope, of, or_zero, unsilenced, with_index, worst
+from oomwatch.verdicts import KILLERS
+
+S = Scope(NODES)
+NODE = "job, instance"
+STATE = unsilenced(S)
+WRONG = f"{STATE} > 0"
+ALIVE = S("oomwatch_build_info")
+_FLOORS = f"min by ({NODE}, gpu) ({S('oomwatch_device_free_floor_bytes')})"
+RULES = "No data: load alerts/rules/oomwatch-fleet.yml into Prometheus"
+
+
+def _count(level: int) -> str:
+    causes = f"{STATE} unless ignoring (cause) {S('oomwatch_verdict_symptom')}"
+    return or_zero(f"count(({causes}) == {level})", ALIVE)
+
+
+_now = Row(
+    "",
+    (
+        stat(
+            "Nodes",
+            "Targets of Prometheus that answer, and that do not. Good: none that do not; a node that does not answer "
+            "is not watched, whatever else this page says.",
+            (
+                Query(or_zero(f"sum({S('up')})", S("up")), "watched"),
+                Query(or_zero(f"count({S('up')} == 0)", S("up")), "not watched", colour=VERMILLION),
+            ),
+            width=5,
+        ),
+        stat(
+            "Verdicts",
+            "Conclusions about engines, ranks, GPUs and processes by their state, symptoms of another one and planned "
+            "silences left out. Good: no page and no ticket.",
+            (
+                Query(_count(3), "page", colour=VERMILLION),
+                Query(_count(2), "ticket", colour=ORANGE),
+                Query(_count(1), "info", colour=SKY),
+                Query(or_zero(f"count({S('oomwatch_verdict_unknown')})", ALIVE), "unknown", colour=GREY),
+            ),
+            width=10,
+        ),
+        stat(
+            "Open incidents by killer",
+            "One root cause with all its symptoms is one incident. Good: 0 everywhere.",
+            (Query(f"sum by (killer) ({S('oomwatch_incidents')})", "{{killer}}"),),
+            width=9,
+            steps=((None, BLUE), (1, ORANGE)),
+        ),
+    ),
+)
+
+_to_engine = from_cell("Engine", "oomwatch-engine", instance="Node", engine="Engine")
+_to_gpu = from_cell("GPU", "oomwatch-gpu", instance="Node", gpu="GPU")
+_to_self = from_cell("oomwatch on this node", "oomwatch-self", instance="Node")
+_to_node = from_cell("Engines of this node", "oomwatch-engine", instance="Node")
+
+_where = Row(
+    "Where",
+    (
+        table(
+            "Nodes, worst first",
+            "The worst verdict of each node, by killer. Good: clear everywhere. Unknown: something that is needed to "
+            "conclude is missing; the dashboard Engine says what.",
+            (
+                Column(
+                    "State",
+                    f"max by ({NODE}) ({STATE}) or max by ({NODE}) ({NOT_WATCHED} * ({S('up')} == 0))"
+                    f" or -max by ({NODE}) ({S('oomwatch_verdict_unknown')})",
+                    words=STATES,
+                    width=110,
+                ),
+                *(Column(killer, worst(S, of(killer), by=NODE), words=STATES, width=120) for killer in KILLERS),
+                Column("Unknown", f"count by ({NODE}) ({S('oomwatch_verdict_unknown')})", width=100),
+                Column("Time left", f"min by ({NODE}) ({S('oomwatch_verdict_eta_seconds')})", "s", decimals=0),
+                Column("Least headroom", f"min by ({NODE}) ({S('oomwatch_device_free_floor_bytes')})", "bytes"),
+                Column("Fullest pool", f"max by ({NODE}) ({S('oomwatch_engine_kv_cache_usage_ratio')})", "percentunit"),
+                Column("Engines", f"count by ({NODE}) ({S('oomwatch_engine_info')})"),
+                Column("GPUs", f"count by ({NODE}) ({S('oomwatch_gpu_info')})"),
+            ),
+            {"instance": "Node", "job": "Job"},
+            sort="State",
+            links={"Node": (_to_node, _to_self)},
+            widths={"Node": 200, "Job": 110},
+            order=(
+                "State",
+                "Node",
+                *KILLERS,
+                "Time left",
+                "Least headroom",
+                "Fullest pool",
+                "Unknown",
+                "Engines",
+                "GPUs",
+                "Job",
+            ),
+            height=9,
+        ),
+        table(
+            "What is wrong, worst first",
+            "Every verdict that is not clear. One line that says clear and nothing else: nothing is wrong. A symptom "
+            "is explained by another verdict: look at that one first. A click on the engine or the GPU leads on.",
+            (
+                Column("State", f"{WRONG} or max({STATE}) == 0", words=STATES, width=110),
+                Column(
+                    "Since", f"{S('oomwatch_verdict_state_timestamp_seconds')} * 1000 and {WRONG}", "dateTimeFromNow"
+                ),
+                Column("Time left", f"{S('oomwatch_verdict_eta_seconds')} and {WRONG}", "s", decimals=0),
+                Column("Sure", f"{S('oomwatch_verdict_confidence_ratio')} and {WRONG}", "percentunit", decimals=0),
+                Column("Symptom", S("oomwatch_verdict_symptom"), words={1: ("symptom", GREY)}, width=100),
+            ),
+            {
+                "instance": "Node",
+                "killer": "Killer",
+                "verdict": "Verdict",
+                "engine": "Engine",
+                "rank": "Rank",
+                "gpu": "GPU",
+                "mig": "MIG",
+                "pid": "Pid",
+                "cause": "Cause",
+                "job": "Job",
+            },
+            sort="State",
+            links={"Engine": (_to_engine,), "GPU": (_to_gpu,)},
+            widths={"Node": 180, "Verdict": 180, "Rank": 70, "Pid": 90},
+            order=(
+                "State",
+                "Killer",
+                "Verdict",
+                "Node",
+                "Engine",
+                "Rank",
+                "GPU",
+                "Time left",
+                "Since",
+                "Sure",
+                "Symptom",
+                "Cause",
+                "MIG",
+                "Pid",
+                "Job",
+            ),
+            height=9,
+        ),
+    ),
+)
+
+_trends = Row(
+    "Since when",
+    (
+        series(
+            "Open incidents",
+            "By killer, over all nodes. Good: flat at 0.",
+            tuple(
+                Query(f"sum({S('oomwatch_incidents', of(killer))})", killer, colour=KILLER_COLOURS[killer])
+                for killer in KILLERS
+            ),
+            unit="none",
+            stepped=True,
+            stacked=True,
+            lowest=0,
+            decimals=0,
+        ),
+        series(
+            "Nodes whose worst verdict is a ticket or a page",
+            "By killer. Good: flat at 0. Made of a recording rule.",
+            tuple(
+                Query(
+                    f"sum({S('instance_killer:oomwatch_verdict_state:max', of(killer))} >= bool 2)",
+                    killer,
+                    colour=KILLER_COLOURS[killer],
+                )
+                for killer in KILLERS
+            ),
+            unit="none",
+            stepped=True,
+            lowest=0,
+            decimals=0,
+            empty=RULES,
+        ),
+    ),
+)
+
+_left = Row(
+    "How long left",
+    (
+        bars(
+            "Least device headroom",
+            "Floor of the free memory of the ten GPUs with the least. Good: steady, whatever its size; see Engine and "
+            "GPU for what each has lived with.",
+            (
+                Query(
+                    f"bottomk(10, {with_index(_FLOORS, S)})",
+                    "{{instance}} GPU {{index}}",
+                ),
+            ),
+            unit="bytes",
+        ),
+        bars(
+            "Fullest KV pools",
+            "The ten engines whose fullest rank uses most of its KV pool. A full pool is what it is for: it is bad "
+            "only where requests suffer from it.",
+            (
+                Query(
+                    f"topk(10, max by ({NODE}, engine) ({S('oomwatch_engine_kv_cache_usage_ratio')}))",
+                    "{{instance}} {{engine}}",
+                ),
+            ),
+            unit="percentunit",
+            highest=1,
+        ),
+        bars(
+            "Most preemptions for each finished request",
+            "The ten engines with most. Good: below 0.5.",
+            (
+                Query(
+                    f"topk(10, max by ({NODE}, engine) ({S('oomwatch_engine_preemptions_per_finished')}))",
+                    "{{instance}} {{engine}}",
+                ),
+            ),
+            unit="none",
+            steps=((None, BLUE), (0.5, ORANGE)),
+            empty="No request has finished lately, or no data: see Nodes",
+        ),
+    ),
+)
+
+_load = Row(
+    "Load of all engines",
+    (
+        series(
+            "KV pools in use",
+            "Share of the pool of the fullest, the median and the emptiest engine. A full one is no emergency.",
+            (
+                Query(f"max({S('engine:oomwatch_engine_kv_cache_usage_ratio:max')})", "fullest", colour=ORANGE),
+                Query(f"quantile(0.5, {S('engine:oomwatch_engine_kv_cache_usage_ratio:max')})", "median", colour=BLUE),
+                Query(f"min({S('engine:oomwatch_engine_kv_cache_usage_ratio:max')})", "emptiest", colour=GREY),
+            ),
+            unit="percentunit",
+            width=8,
+            lowest=0,
+            highest=1,
+            empty=RULES,
+        ),
+        series(
+            "Tokens generated",
+            "Over all engines. Good: follows the demand. A fall while requests wait is what an engine that hangs or "
+            "preempts looks like.",
+            (Query(f"sum({S('engine:oomwatch_engine_generation_tokens:rate5m')})", "tokens/s", colour=BLUE),),
+            unit="short",
+            width=8,
+            lowest=0,
+            empty=RULES,
+        ),
+        series(
+            "Device memory of all GPUs",
+            "Who holds it. Good: nothing held by unknown processes or by none.",
+            (
+                Query(f"sum by (holder_kind) ({S('oomwatch_gpu_memory_held_bytes')})", "{{holder_kind}}"),
+                Query(f"sum({S('oomwatch_gpu_memory_unowned_bytes')})", "no process", colour=VERMILLION),
+                Query(f"sum({S('oomwatch_gpu_memory_free_bytes')})", "free", colour=GREY),
+            ),
+            unit="bytes",
+            width=8,
+            stacked=True,
+            lowest=0,
+        ),
+    ),
+)
+
+BOARD = Board(
+    uid="oomwatch-fleet",
+    title="oomwatch / Fleet",
+    description="All nodes, worst first: is something wrong, where, and which of the out-of-memory killers?",
+    variables=(variables.data_source(), variables.job(), variables.nodes(Scope(JOB))),
+    rows=(_now, _where, _trends, _left, _load),
+    links=(
+        to_board("Engine", "oomwatch-engine"),
+        to_board("GPU", "oomwatch-gpu"),
+        to_board("Self", "oomwatch-self"),
+    ),
+)

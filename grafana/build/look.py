@@ -1,0 +1,46 @@
+"""Colours and the words for numbers, the same on every dashboard.
+
+The colours are Okabe and Ito's (2008), which people of every colour vision tell apart, on light and on dark. No colour
+stands alone: a state is always written out as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from grafana_foundation_sdk.models import dashboard
+
+BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"
+ORANGE, VERMILLION, PURPLE, GREY = "#E69F00", "#D55E00", "#CC79A7", "#8C8C8C"
+
+KILLER_COLOURS: Mapping[str, str] = {"capacity": SKY, "fragmentation": PURPLE, "leak": ORANGE, "health": GREEN}
+
+UNKNOWN, NOT_WATCHED = -1, 4
+STATES: Mapping[float, tuple[str, str]] = {
+    UNKNOWN: ("unknown", GREY),
+    0: ("clear", BLUE),
+    1: ("info", SKY),
+    2: ("ticket", ORANGE),
+    3: ("page", VERMILLION),
+    NOT_WATCHED: ("not watched", VERMILLION),
+}
+UP: Mapping[float, tuple[str, str]] = {0: ("no", VERMILLION), 1: ("yes", BLUE)}
+NOT_READ: Mapping[float, tuple[str, str]] = {-2: ("cannot be read", VERMILLION), -1: ("not supported", GREY)}
+
+
+def mapping(words: Mapping[float, tuple[str, str]]) -> dashboard.ValueMap:
+    """Numbers shown as words, in a colour."""
+    return dashboard.ValueMap(
+        options={
+            str(number): dashboard.ValueMappingResult(text=text, color=colour, index=index)
+            for index, (number, (text, colour)) in enumerate(words.items())
+        }
+    )
+
+
+def thresholds(*steps: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
+    """Colours from a value on; the first one's value is None."""
+    return dashboard.ThresholdsConfig(
+        mode=dashboard.ThresholdsMode.ABSOLUTE,
+        steps=[dashboard.Threshold(value=value, color=colour) for value, colour in steps],
+    )
