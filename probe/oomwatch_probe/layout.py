@@ -29,7 +29,7 @@ FIRST_SIZE_CLASS_BYTES = 1 << 20
 twice its beginning; the last one (from 16 GiB) has no end."""
 
 
-class Absence(enum.IntEnum):
+class Absence(enum.Enum):
     """Why there is no number."""
 
     NOT_YET = 1
@@ -172,7 +172,7 @@ def file_name(pid_namespace: int, pid: int, start_ticks: int) -> str:
     return f"{FILE_PREFIX}{pid_namespace}-{pid}-{start_ticks}{FILE_SUFFIX}"
 
 
-def encode(sequence: int, numbers: Mapping[str, int], texts: Mapping[str, str]) -> bytes:
+def encode(sequence: int, numbers: Mapping[str, int | Absence], texts: Mapping[str, str]) -> bytes:
     """The file's bytes. What is not in ``numbers`` is not yet read; texts are cut to their width.
 
     Raises KeyError for a name that the layout does not have.
@@ -207,10 +207,10 @@ def decode(data: bytes) -> Report:
     if zlib.crc32(body) != checksum:
         raise TornReadError("the checksum is wrong: read in the middle of a write, or damaged")
     sequence, *values = _BODY.unpack(body)
-    numbers = {name: _decoded(value) for name, value in zip(NUMBERS, values)}  # noqa: B905 - Python 3.9 has no strict
+    numbers = {name: _decoded(value) for name, value in zip(NUMBERS, values[: len(NUMBERS)], strict=True)}
     texts = {
         name: raw.rstrip(b"\0").decode("utf-8", "replace")
-        for name, raw in zip(TEXTS, values[len(NUMBERS) :])  # noqa: B905 - Python 3.9 has no strict
+        for name, raw in zip(TEXTS, values[len(NUMBERS) :], strict=True)
     }
     return Report(sequence, numbers, texts)
 
@@ -219,8 +219,8 @@ _NUMBER_NAMES = frozenset(NUMBERS)
 _LARGEST = (1 << 63) - 1
 
 
-def _encoded(value: int) -> int:
-    return -int(value) if isinstance(value, Absence) else min(max(value, 0), _LARGEST)
+def _encoded(value: int | Absence) -> int:
+    return -value.value if isinstance(value, Absence) else min(max(value, 0), _LARGEST)
 
 
 def _decoded(value: int) -> int | Absence:
