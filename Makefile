@@ -31,9 +31,10 @@ format: $(VENV)/.dev ## Sort imports, mend what ruff can mend, format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.dev ## Write the generated pages of docs/ and the rules of alerts/ anew
+docs: $(VENV)/.dev ## Write the generated pages of docs/, the rules of alerts/ and the dashboards anew
 	$(BIN)/python -m oomwatch.docs
 	$(BIN)/python -m alerts.build
+	$(BIN)/python -m grafana.build
 
 golden: $(VENV)/.dev ## Write the expected outputs of the tests anew; review the diff
 	$(BIN)/pytest $(SHARED_OUT) -m "not real" --update-golden

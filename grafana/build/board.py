@@ -51,7 +51,7 @@ class Board:
         )
 
     def text(self) -> str:
-        return JSONEncoder(sort_keys=True, indent=2).encode(self.built()) + "\n"
+        return str(JSONEncoder(sort_keys=True, indent=2).encode(self.built())) + "\n"
 
     def _laid_out(self) -> list[dashboard.Panel | dashboard.RowPanel]:
         found: list[dashboard.Panel | dashboard.RowPanel] = []
