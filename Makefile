@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Programs that speak while they work, so that the lines of one step are not mixed into the next.
 export PYTHONUNBUFFERED := 1
 # Two workers, whatever the machine: more of them make the daemons under test wait for each other.
-SHARED_OUT := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+SHARED_OUT := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

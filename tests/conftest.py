@@ -1,11 +1,13 @@
 """Options and fixtures that every test may use: golden files, the simulated driver library and its state."""
 
+import functools
 import os
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from tests import golden
 from tests.nvml_sim import Gpu, Option, Sim, build, compiler
@@ -21,13 +23,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     golden.add_option(parser)
 
 
-@pytest.hookimpl(tryfirst=True)
+class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Shares the tests out by file, and all files with real engines to one worker: two at once starve each other."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return self._share(nodeid.split("::", 1)[0])
+
+    @functools.cache  # noqa: B019 - one scheduler in a run
+    def _share(self, file: str) -> str:
+        return "real" if "pytest.mark.real" in (self.config.rootpath / file).read_text("utf-8") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Share the tests out by file, and all real engines to one worker: two at once would starve each other."""
+    """Begin with what takes longest, so that no worker waits for the other at the end."""
     items.sort(key=lambda item: item.get_closest_marker("real") is None)
-    for item in items:
-        file = str(item.path.relative_to(Path(__file__).parent))
-        item.add_marker(pytest.mark.xdist_group("real" if item.get_closest_marker("real") else file))
 
 
 def _missing(what: str) -> None:
