@@ -27,6 +27,7 @@ from oomwatch.history import default_directory
 from oomwatch.notify import send_test
 from oomwatch.past import Past, PrometheusError, PrometheusServer
 from oomwatch.pipeline import Pipeline
+from oomwatch.plan.command import command as plan_command
 from oomwatch.record import CannotRecord, destination, parts, tap
 from oomwatch.recording import RecordingError, unix_time
 from oomwatch.recording import read as read_recording
@@ -106,12 +107,16 @@ def main() -> None:
     oomwatch run      the daemon: pages for people, /metrics for Prometheus
     oomwatch record   save what the daemon has observed
     oomwatch replay   what the daemon would have said of a recording
+    oomwatch plan     before a start: whether an engine will fit, and how many tokens its cache will hold
     oomwatch demo     a simulated node with the story of each killer; needs no GPU
 
     Without any configuration the GPUs are read through the NVIDIA driver, and the vLLM servers of this host are found
     by themselves. Each setting can stand in a YAML file (--config.file), in an environment variable (OOMWATCH_…), or,
     for the most used ones, in a flag; the later of these wins.
     """
+
+
+main.add_command(plan_command)
 
 
 @main.command()
