@@ -1,30 +1,43 @@
-"""The detection benchmark: ``python -m benchmarks.detection --help``."""
+"""The detection benchmark: ``python -m benchmarks.detection --help``.
+
+Runs are made in an order that mixes the families evenly, and each is written down as it ends: whatever was done when
+the time was over is a balanced part of the set, and the same command goes on from there.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from benchmarks.detection import baselines, score, sets
-from benchmarks.detection.alarms import LEVELS, Alarm, Detector, alarms_of, firings, merged
-from benchmarks.detection.families import APART, FAMILIES, FAULT_CLASSES, Scenario
+from benchmarks.detection import baselines, results, score, sets
+from benchmarks.detection.alarms import LEVELS, Alarm, Change, Detector, alarms_of, firings, merged
+from benchmarks.detection.families import APART, FAMILIES, FAULT_CLASSES, HEALTHY, Scenario
 from benchmarks.detection.render import EPOCH, observations
+from benchmarks.detection.results import Results
 from benchmarks.detection.score import Outcome
 from benchmarks.detection.traffic import Traces
-from benchmarks.detection.world import Run, build, strained
+from benchmarks.detection.world import Label, Run, build, strained
 
 BESIDE_THE_REPOSITORY = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 QUICK = ("idle_nights", "missing_scrapes", "kv_finish", "gpu_steady", "host_steady", "stuck_engine")
 QUICK_DAYS = 2.0
+# Of the runs of a faulty family, one in so many is judged as a whole. The others are asked for the verdicts of their
+# own class alone, until that has ticketed and paged: no detector knows of another one, so the class's own figures are
+# the same.
+WHOLE = 5
+ASKED = frozenset(verdict for verdicts in FAULT_CLASSES.values() for verdict in verdicts)
+# What a class's detectors are told of nothing but the engine's pages.
+WITHOUT_DEVICES = frozenset({"kv-leak", "exhaustion", "host-leak"})
+WITHOUT_HOST = frozenset({"kv-leak", "exhaustion", "gpu-leak"})
 OURS = "benchmarks.detection.ours:detect"
 
 
@@ -45,15 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sets.MANIFEST.write_text(sets.freeze(traces), encoding="utf-8")
         print(f"{sets.MANIFEST} written; now write its SHA-256 into {sets.__file__}", file=sys.stderr)
         return 0
-    begin = time.monotonic()
-    if options.rescore:
-        document = json.loads(options.rescore.read_text(encoding="utf-8"))
-    else:
-        document = _run(options, traces)
-        document["seconds"] = time.monotonic() - begin
-        if options.output:
-            options.output.write_text(json.dumps(document), encoding="utf-8")
-    text = report(document)
+    try:
+        found = results.read(options.rescore) if options.rescore else _run(options, traces)
+    except results.ResultsError as error:
+        print(error, file=sys.stderr)
+        return 1
+    text = report(found)
     if options.markdown:
         options.markdown.write_text(text, encoding="utf-8")
     else:
@@ -79,14 +89,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-detector", action="store_true", help="only the baselines")
     parser.add_argument("--no-baselines", action="store_true")
     parser.add_argument("--ticks", type=int, default=4, metavar="N", help="conclude after every N samples (default 4)")
-    parser.add_argument("--output", type=Path, help="JSON of every run's alarms")
+    parser.add_argument(
+        "--output", type=Path, help="a line of JSON for each run, as it ends; runs in it are not repeated"
+    )
     parser.add_argument("--markdown", type=Path, help="tables; default: standard output")
-    parser.add_argument("--rescore", type=Path, metavar="JSON", help="make the tables of an earlier --output anew")
+    parser.add_argument("--rescore", type=Path, metavar="FILE", help="only the tables of an earlier --output")
     parser.add_argument("--write-manifest", action="store_true", help="freeze other sets of runs: another benchmark")
     return parser
 
 
-def _run(options: argparse.Namespace, traces: Traces) -> dict[str, Any]:
+def _run(options: argparse.Namespace, traces: Traces) -> Results:
     known = sets.load()
     chosen = options.sets or (["tune"] if options.quick else ["test"])
     scenarios: list[Scenario] = []
@@ -101,24 +113,30 @@ def _run(options: argparse.Namespace, traces: Traces) -> dict[str, Any]:
         options.ticks,
         not options.no_baselines,
     )
-    # The longest first, so that no worker is left alone with one at the end.
-    scenarios.sort(key=lambda s: -s.days * s.ranks)
-    outcomes = []
-    harmless: list[str] = []
-    for done, (scenario, outcome) in enumerate(_outcomes(scenarios, work, options.workers), 1):
-        if outcome is None:
-            harmless.append(scenario.name)
-        else:
-            outcomes.append(outcome)
-        if done % 10 == 0 or done == len(scenarios):
-            print(f"{done} of {len(scenarios)} runs", file=sys.stderr)
-    return {
-        "sets": chosen,
-        "traces": "public traces" if traces.real else "generator fitted to the public traces",
-        "manifest_sha256": sets.MANIFEST_SHA256,
-        "harmless": sorted(harmless),
-        "outcomes": [outcome.document() for outcome in sorted(outcomes, key=lambda o: (o.set, o.family, o.number))],
-    }
+    header = results.header(traces.real, work.detector or "", options.ticks)
+    with results.Log(header, options.output) as log:
+        left = [s for s in balanced(scenarios) if not log.has(s)]
+        try:
+            for done, (scenario, outcome) in enumerate(_outcomes(left, work, options.workers), 1):
+                log.add(scenario, outcome)
+                if done % 10 == 0 or done == len(left):
+                    print(f"{done} of {len(left)} runs", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            print("interrupted: the tables are of what is done", file=sys.stderr)
+    return log.results
+
+
+def balanced(scenarios: Iterable[Scenario]) -> list[Scenario]:
+    """In an order of which every beginning has about the same share of each family."""
+    listed = list(scenarios)
+    of_family = Counter((s.set, s.family) for s in listed)
+    seen: Counter[tuple[str, str]] = Counter()
+    places = []
+    for scenario in listed:
+        key = (scenario.set, scenario.family)
+        places.append(((seen[key] + 0.5) / of_family[key], scenario.name, scenario))
+        seen[key] += 1
+    return [scenario for _, _, scenario in sorted(places, key=lambda place: place[:2])]
 
 
 def _shortest(scenarios: Sequence[Scenario]) -> list[Scenario]:
@@ -134,47 +152,54 @@ def _outcomes(scenarios: Sequence[Scenario], work: Options, workers: int) -> Ite
         for scenario in scenarios:
             yield scenario, outcome_of(scenario, work)
         return
-    with ProcessPoolExecutor(workers) as pool:
+    pool = ProcessPoolExecutor(workers)
+    try:
         futures = {pool.submit(outcome_of, scenario, work): scenario for scenario in scenarios}
         for future in as_completed(futures):
             yield futures[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def outcome_of(scenario: Scenario, work: Options) -> Outcome | None:
-    """Simulate a run and let everything look at it; None where a fault came to no harm."""
+def outcome_of(scenario: Scenario, work: Options, whole: bool | None = None) -> Outcome | None:
+    """Simulate a run and let everything look at it; None where a fault came to no harm.
+
+    ``whole``: ask for every verdict until the end; of faults, one run in :data:`WHOLE` unless said.
+    """
     begin = time.process_time()
     run = build(scenario, Traces(work.traces))
-    built = time.process_time()
     if run is None:
         return None
+    if whole is None:
+        whole = run.label is None or scenario.number % WHOLE == 0
+    label = run.label
     alarms: dict[str, dict[str, list[Alarm]]] = {}
     if work.with_baselines:
         for (fault, rule), found in baselines.alarms(run).items():
             alarms.setdefault(rule, {})[fault] = found
-    judged = time.process_time()
     others: dict[str, int] = {}
     if work.detector:
-        detector = _detector(work.detector)
-        by_verdict = alarms_of(detector(observations(run, ticks=work.ticks)), EPOCH, float(run.t[-1]))
+        by_verdict = alarms_of(_changes(run, _detector(work.detector), work.ticks, whole), EPOCH, float(run.t[-1]))
+        classes = list(FAULT_CLASSES) if whole or label is None else [label.fault]
         for level in LEVELS:
-            alarms[f"oomwatch, {level}"] = _by_class(by_verdict, level, healthy=run.label is None)
-        of_classes = {verdict for verdicts in FAULT_CLASSES.values() for verdict in verdicts}
+            alarms[f"oomwatch, {level}"] = _by_class(by_verdict, level, classes, healthy=label is None)
         others = {
-            f"{verdict}, {level}": len(found)
-            for (verdict, level), found in by_verdict.items()
-            if verdict not in of_classes
+            f"{verdict}, {level}": len(found) for (verdict, level), found in by_verdict.items() if verdict not in ASKED
         }
+    levels = {rule: by_class for rule, by_class in alarms.items() if rule.startswith("oomwatch")}
+    hurt = _strained(run) if label is None else ()
     return Outcome(
         scenario.set,
         scenario.family,
         scenario.number,
-        run.gpu_weeks,
-        run.label,
-        _strained(run) if run.label is None else (),
-        alarms,
+        round(run.gpu_weeks, 4),
+        label,
+        whole,
+        score.hits(label, alarms) if label else {},
+        {rule: score.fired(label, by_class) for rule, by_class in levels.items()} if label and whole else {},
+        {} if label else {rule: score.false_alarms(by_class, hurt) for rule, by_class in alarms.items()},
         others,
-        {"simulate": built - begin, "baselines": judged - built, "detect": time.process_time() - judged},
-        len(run.t) * len(run.ranks),
+        round(time.process_time() - begin, 1),
     )
 
 
@@ -183,12 +208,41 @@ def _detector(name: str) -> Detector:
     return cast(Detector, getattr(import_module(module), function))
 
 
-def _by_class(by_verdict: dict[tuple[str, str], list[Alarm]], level: str, healthy: bool) -> dict[str, list[Alarm]]:
+def _changes(run: Run, detector: Detector, ticks: int, whole: bool) -> Iterator[Change]:
+    if whole or run.label is None:
+        return iter(detector(observations(run, lengths=False, ticks=ticks), ASKED))
+    fault = run.label.fault
+    seen = observations(
+        run, lengths=False, ticks=ticks, devices=fault not in WITHOUT_DEVICES, host=fault not in WITHOUT_HOST
+    )
+    asked = FAULT_CLASSES[fault]
+    return _until_found((change for change in detector(seen, asked) if change[1] in asked), run.label)
+
+
+def _until_found(changes: Iterable[Change], label: Label) -> Iterator[Change]:
+    """Changes of the verdicts of a fault's class, until every level has found it: more would change no figure."""
+    seen: list[Change] = []
+    for change in changes:
+        seen.append(change)
+        yield change
+        t = change[0] - EPOCH
+        if t >= label.onset and change[2] in LEVELS["ticket"]:
+            found = alarms_of(seen, EPOCH, t)
+            if all(
+                score.first_hit(label, _by_class(found, level, [label.fault], healthy=False)[label.fault]) is not None
+                for level in LEVELS
+            ):
+                return
+
+
+def _by_class(
+    by_verdict: dict[tuple[str, str], list[Alarm]], level: str, classes: Collection[str], healthy: bool
+) -> dict[str, list[Alarm]]:
     """Alarms by class of fault. On healthy runs each verdict counts for one class, the first that names it."""
     found: dict[str, list[Alarm]] = {}
     counted: set[str] = set()
-    for fault, verdicts in FAULT_CLASSES.items():
-        of_class = [verdict for verdict in verdicts if not (healthy and verdict in counted)]
+    for fault in classes:
+        of_class = [verdict for verdict in FAULT_CLASSES[fault] if not (healthy and verdict in counted)]
         counted.update(of_class)
         found[fault] = merged(alarm for verdict in of_class for alarm in by_verdict.get((verdict, level), []))
     return found
@@ -199,23 +253,24 @@ def _strained(run: Run) -> tuple[tuple[float, float], ...]:
     return tuple((alarm.start, alarm.end) for alarm in merged(stretches))
 
 
-def report(document: dict[str, Any]) -> str:
+def report(found: Results) -> str:
     """The tables, in markdown."""
-    outcomes = [Outcome.of_document(entry) for entry in document["outcomes"]]
-    healthy = [o for o in outcomes if o.label is None and o.family not in APART]
-    source = f"Sets: {', '.join(document['sets'])} (manifest {document['manifest_sha256'][:12]})."
-    size = f"{len(healthy)} healthy runs of {sum(o.gpu_weeks for o in healthy):.0f} GPU-weeks"
+    outcomes = list(found.outcomes)
+    made = (
+        f"Manifest {sets.MANIFEST_SHA256[:12]}, detectors {found.header['code'][:12]}, traffic: "
+        f"{found.header['traffic']}, a tick every {found.header['ticks']} samples."
+    )
     parts = [
-        f"{source} Traffic: {document['traces']}.",
-        f"{size}, {sum(o.label is not None for o in outcomes)} faults.",
-        f"Left out because they came to no harm: {', '.join(document['harmless']) or 'none'}.",
-        _cost(outcomes, document.get("seconds")),
+        made,
+        _coverage(found),
+        f"Left out because they came to no harm: {', '.join(sorted(found.harmless)) or 'none'}.",
+        f"{sum(outcome.seconds for outcome in outcomes) / 3600:.1f} h of processor time.",
         "Bounds are two-sided 95 %: Clopper-Pearson for shares, exact Poisson for rates.",
         score.table(score.scores(outcomes)),
     ]
     together = score.capacity_together(score.scores(outcomes))
     if together:
-        named = {(rule, "capacity"): found for rule, found in together.items()}
+        named = {(rule, "capacity"): of_rule for rule, of_rule in together.items()}
         parts += ["All classes of capacity as one:", score.table(named)]
     rules = [f"oomwatch, {level}" for level in LEVELS]
     for rule in rules:
@@ -231,14 +286,23 @@ def report(document: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _cost(outcomes: Sequence[Outcome], seconds: float | None) -> str:
-    samples = max(1, sum(outcome.samples for outcome in outcomes))
-    each = [
-        f"{part} {sum(outcome.seconds.get(part, 0.0) for outcome in outcomes) / samples * 1e6:.0f}"
-        for part in ("simulate", "baselines", "detect")
-    ]
-    wall = f" {seconds / 60:.0f} min in all." if seconds else ""
-    return f"Processor time in µs a sample of one rank: {', '.join(each)} (with the making of observations).{wall}"
+def _coverage(found: Results) -> str:
+    """How much of the frozen sets the results have: of the healthy runs, and of the faulty ones."""
+    lines = []
+    for name, run_set in sets.load().items():
+        of_set = [o for o in found.outcomes if o.set == name]
+        harmless = sum(done.startswith(f"{name}/") for done in found.harmless)
+        if not of_set and not harmless:
+            continue
+        healthy = [o for o in of_set if o.label is None]
+        frozen = [s for s in run_set.scenarios() if s.family in HEALTHY]
+        weeks = sum(o.gpu_weeks for o in healthy)
+        lines.append(
+            f"Set {name}: {len(healthy)} of {len(frozen)} healthy runs, {weeks:.0f} of "
+            f"{sum(s.days * s.ranks for s in frozen) / 7:.0f} GPU-weeks; {len(of_set) - len(healthy) + harmless} of "
+            f"{sum(run_set.counts.values()) - len(frozen)} faulty runs."
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

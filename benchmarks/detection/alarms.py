@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,8 +15,9 @@ MERGED = 3600.0  # firings closer than this are one alarm
 Change: TypeAlias = tuple[float, str, str, Mapping[str, str]]
 """When (unix time), which verdict, its new state (clear, info, ticket, page, unknown), and what it is about."""
 
-Detector: TypeAlias = Callable[[Iterable[Observation]], Iterable[Change]]
-"""What is under test: it reads a run's observations in order and tells each change of a verdict as it happens."""
+Detector: TypeAlias = Callable[[Iterable[Observation], Collection[str]], Iterable[Change]]
+"""What is under test: it reads a run's observations in order and tells each change of a verdict as it happens, at least
+of those that are asked for."""
 
 
 class Alarm(NamedTuple):

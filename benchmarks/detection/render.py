@@ -102,12 +102,20 @@ def uuid(rank: int) -> str:
     return f"GPU-{rank:08x}-0000-0000-0000-000000000000"
 
 
-def observations(run: Run, *, lengths: bool = True, samples: bool = False, ticks: int = 1) -> Iterator[Observation]:
-    """All of a run. ``lengths``: with histograms; ``samples``: with the series as exposed, for recordings; a tick after
-    every so many samples."""
+def observations(
+    run: Run,
+    *,
+    lengths: bool = True,
+    samples: bool = False,
+    ticks: int = 1,
+    devices: bool = True,
+    host: bool = True,
+) -> Iterator[Observation]:
+    """A run's observations. ``lengths``: with histograms; ``samples``: with the series as exposed, for recordings; a
+    tick after every so many samples; without ``devices`` or ``host``, nothing of these is observed."""
     yield EngineUpdate(EPOCH, facts(run))
     scrapes = _scrapes(run, lengths, samples)
-    polls = [_polls(run, i) for i in range(len(run.ranks))]
+    polls = [_polls(run, i) for i in range(len(run.ranks))] if devices else []
     hosts = _hosts(run)
     tick = Prototype(Tick(0.0))
     life = 0
@@ -119,7 +127,7 @@ def observations(run: Run, *, lengths: bool = True, samples: bool = False, ticks
         yield next(scrapes)
         for poll in polls:
             yield next(poll)
-        if i % _EVERY_HOST == 0:
+        if host and i % _EVERY_HOST == 0:
             yield from next(hosts)
         if i % ticks == 0:
             yield tick.having(Tick, t=t + 0.2)

@@ -30,31 +30,63 @@ _STRAIN_BEFORE, _STRAIN_AFTER = 900.0, 3600.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run under one rule or detector at one level: the alarms of each class of fault."""
+    """What came of one run, small enough to keep: one line of the results.
+
+    Of a fault, ``hits`` has the seconds from the run's start at which each rule or level found it, None where it did
+    not, and ``fired``, where the run was judged as a ``whole``, the classes of fault that each level saw between onset
+    and end. Of a healthy run, ``false`` counts the alarms of each rule by class of fault. ``others`` counts those of
+    verdicts that belong to no class.
+    """
 
     set: str
     family: str
     number: int
     gpu_weeks: float
     label: Label | None
-    strained: tuple[tuple[float, float], ...] = ()
-    alarms: Mapping[str, Mapping[str, Sequence[Alarm]]] = field(default_factory=dict)  # by rule, then class
-    others: Mapping[str, int] = field(default_factory=dict)  # alarms of verdicts that belong to no class, by verdict
-    seconds: Mapping[str, float] = field(default_factory=dict)  # processor time by part
-    samples: int = 0
+    whole: bool = True
+    hits: Mapping[str, float | None] = field(default_factory=dict)
+    fired: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    false: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    others: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0  # processor time
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> Outcome:
-        alarms = {
-            rule: {fault: [Alarm(*alarm) for alarm in of_class] for fault, of_class in by_class.items()}
-            for rule, by_class in document["alarms"].items()
-        }
         label = Label(**document["label"]) if document["label"] else None
-        strained = tuple((begin, end) for begin, end in document["strained"])
-        return cls(**{**document, "alarms": alarms, "label": label, "strained": strained})
+        return cls(**{**document, "label": label})
+
+
+Alarms = Mapping[str, Mapping[str, Sequence[Alarm]]]
+"""By rule or level, then by class of fault."""
+
+
+def hits(label: Label, alarms: Alarms) -> dict[str, float | None]:
+    """When each rule that looks at the class of the fault found it."""
+    return {
+        rule: None if (hit := first_hit(label, by_class[label.fault])) is None else round(hit, 1)
+        for rule, by_class in alarms.items()
+        if label.fault in by_class
+    }
+
+
+def fired(label: Label, by_class: Mapping[str, Sequence[Alarm]]) -> list[str]:
+    """Classes of fault with an alarm between onset and end."""
+    return [fault for fault, alarms in by_class.items() if any(label.onset <= a.start <= label.end for a in alarms)]
+
+
+def false_alarms(by_class: Mapping[str, Sequence[Alarm]], strained: Sequence[tuple[float, float]]) -> dict[str, int]:
+    """How many alarms of a healthy run were false, by class; an alarm about a full pool in strained hours is right."""
+    return {
+        fault: sum(not (fault == "exhaustion" and _is_strained(alarm.start, strained)) for alarm in alarms)
+        for fault, alarms in by_class.items()
+    }
+
+
+def _is_strained(t: float, strained: Sequence[tuple[float, float]]) -> bool:
+    return any(begin - _STRAIN_BEFORE <= t <= end + _STRAIN_AFTER for begin, end in strained)
 
 
 @dataclass
@@ -72,8 +104,7 @@ class Score:
     healthy_weeks: float = 0.0
     false_alarms: int = 0
 
-    def add_fault(self, label: Label, alarms: Sequence[Alarm]) -> None:
-        hit = first_hit(label, alarms)
+    def add_fault(self, label: Label, hit: float | None) -> None:
         self.faults += 1
         self.found += hit is not None
         long_enough = label.end - label.onset >= VISIBLE
@@ -88,9 +119,9 @@ class Score:
             if label.oom:
                 self.leads.append(label.end - hit)
 
-    def add_healthy(self, outcome: Outcome, fault: str, alarms: Sequence[Alarm]) -> None:
-        self.healthy_weeks += outcome.gpu_weeks
-        self.false_alarms += sum(not _excused(outcome, fault, alarm) for alarm in alarms)
+    def add_healthy(self, gpu_weeks: float, false: int) -> None:
+        self.healthy_weeks += gpu_weeks
+        self.false_alarms += false
 
     @property
     def recall(self) -> float:
@@ -106,37 +137,33 @@ def first_hit(label: Label, alarms: Sequence[Alarm]) -> float | None:
     return None
 
 
-def _excused(outcome: Outcome, fault: str, alarm: Alarm) -> bool:
-    return fault == "exhaustion" and any(
-        begin - _STRAIN_BEFORE <= alarm.start <= end + _STRAIN_AFTER for begin, end in outcome.strained
-    )
-
-
 def scores(outcomes: Iterable[Outcome], apart: bool = False) -> dict[tuple[str, str], Score]:
     """By rule and class of fault; with ``apart`` of the families that are reported apart."""
     result: dict[tuple[str, str], Score] = {}
     for outcome in outcomes:
-        if (outcome.family in APART) != apart:
-            continue
-        for rule, by_class in outcome.alarms.items():
-            for fault, alarms in by_class.items():
-                if outcome.label is None:
-                    result.setdefault((rule, fault), Score()).add_healthy(outcome, fault, alarms)
-                elif outcome.label.fault == fault:
-                    result.setdefault((rule, fault), Score()).add_fault(outcome.label, alarms)
+        if (outcome.family in APART) == apart:
+            _add(outcome, result)
     return result
 
 
 def scores_by_family(outcomes: Iterable[Outcome], rule: str) -> dict[str, dict[str, Score]]:
     """Of one rule, by family and class."""
-    result: dict[str, dict[str, Score]] = {}
+    families: dict[str, dict[tuple[str, str], Score]] = {}
     for outcome in outcomes:
-        for fault, alarms in outcome.alarms.get(rule, {}).items():
-            if outcome.label is None:
-                result.setdefault(outcome.family, {}).setdefault(fault, Score()).add_healthy(outcome, fault, alarms)
-            elif outcome.label.fault == fault:
-                result.setdefault(outcome.family, {}).setdefault(fault, Score()).add_fault(outcome.label, alarms)
-    return result
+        _add(outcome, families.setdefault(outcome.family, {}))
+    return {
+        family: {fault: score for (of_rule, fault), score in found.items() if of_rule == rule}
+        for family, found in families.items()
+    }
+
+
+def _add(outcome: Outcome, result: dict[tuple[str, str], Score]) -> None:
+    if outcome.label is not None:
+        for rule, hit in outcome.hits.items():
+            result.setdefault((rule, outcome.label.fault), Score()).add_fault(outcome.label, hit)
+    for rule, by_class in outcome.false.items():
+        for fault, count in by_class.items():
+            result.setdefault((rule, fault), Score()).add_healthy(outcome.gpu_weeks, count)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -194,11 +221,11 @@ def confusion_table(outcomes: Iterable[Outcome], rule: str) -> str:
     fired = {fault: dict.fromkeys(classes, 0) for fault in classes}
     for outcome in outcomes:
         label = outcome.label
-        if label is None or outcome.family in APART:
+        if label is None or not outcome.whole or outcome.family in APART:
             continue
         runs[label.fault] += 1
-        for fault, alarms in outcome.alarms.get(rule, {}).items():
-            fired[label.fault][fault] += any(label.onset <= alarm.start <= label.end for alarm in alarms)
+        for fault in outcome.fired.get(rule, ()):
+            fired[label.fault][fault] += 1
     lines = [f"| fault | runs | {' | '.join(classes)} |", "|---|---|" + "---|" * len(classes)]
     lines += [
         f"| {fault} | {runs[fault]} | {' | '.join(str(fired[fault][c]) for c in classes)} |"

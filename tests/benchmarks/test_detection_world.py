@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import itertools
 import json
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.detection import sets
-from benchmarks.detection.__main__ import Options, main, outcome_of
+from benchmarks.detection.__main__ import OURS, Options, balanced, main, outcome_of
 from benchmarks.detection.alarms import Alarm, alarms_of, firings, merged
 from benchmarks.detection.baselines import least_squares
 from benchmarks.detection.blocks import BlockPool
@@ -396,10 +398,43 @@ def test_states_become_alarms_by_level() -> None:
 def test_a_baseline_finds_what_it_should_and_the_outcome_survives_json() -> None:
     outcome = outcome_of(draw("kv_one_off", CLIENTS, 0), Options(None, None, 4, True))
     assert outcome is not None
-    assert outcome.label is not None
-    again = type(outcome).of_document(json.loads(json.dumps(outcome.document())))
-    assert again.label == outcome.label
-    assert first_hit(outcome.label, again.alarms["deriv(1h) > 0 for 1h"]["kv-leak"]) is not None
+    assert outcome.hits["deriv(1h) > 0 for 1h"] is not None
+    assert type(outcome).of_document(json.loads(json.dumps(outcome.document()))) == outcome
+
+
+@pytest.mark.parametrize("family", ["kv_one_off", "orphan_memory"])
+def test_a_fault_s_own_figures_are_the_same_whether_its_class_or_everything_is_asked_for(family: str) -> None:
+    scenario = draw(family, CLIENTS, 0)._replace(days=0.3, ranks=1)
+    onset = 2 * 3600.0
+    scenario = scenario._replace(
+        leak=scenario.leak._replace(onset=onset), gpu_fault=scenario.gpu_fault._replace(onset=onset)
+    )
+    work = Options(None, OURS, 4, False)
+    whole, part = outcome_of(scenario, work, whole=True), outcome_of(scenario, work, whole=False)
+    assert whole is not None
+    assert part is not None
+    assert part.hits == whole.hits
+    assert part.hits["oomwatch, ticket"] is not None
+
+
+def test_every_beginning_of_the_order_has_its_share_of_each_family() -> None:
+    test_set = sets.load()["test"]
+    order = balanced(test_set.scenarios())
+    beginning = Counter(scenario.family for scenario in order[: len(order) // 3])
+    assert all(abs(beginning[family] - count / 3) <= 1 for family, count in test_set.counts.items())
+
+
+def test_a_run_that_was_interrupted_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results.jsonl"
+    arguments = ["--quick", "--family", "orphan_memory", "--no-detector", "--workers", "1", "--traces", "/nonexistent"]
+    assert main([*arguments, "--output", str(file)]) == 0
+    first = capsys.readouterr().out
+    file.write_text(file.read_text() + '{"set": "tune", "fam')  # as a process leaves it that is killed while it writes
+    assert main([*arguments, "--output", str(file)]) == 0
+    assert capsys.readouterr().out == first
+    assert len(file.read_text().splitlines()) == 2
+    assert main([*arguments, "--ticks", "1", "--output", str(file)]) == 1
+    assert "give another --output" in capsys.readouterr().err
 
 
 def test_a_recording_of_a_run_can_be_read_again() -> None:
