@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import requests
 
+from oomwatch.plan.memory import Device, Figure, Setup, plan
+from oomwatch.plan.model import read_model
 from tests.e2e.conftest import StartPrometheus
-from tests.e2e.engine import Role, VllmEngine
+from tests.e2e.engine import BLOCK_TOKENS, MAX_MODEL_LEN, MODEL_NAME, POOL_BLOCKS, Role, VllmEngine
 from tests.e2e.processes import ServerError, ServerProcess, free_port, wait_until
 from tests.e2e.prometheus import PrometheusError, scrape_config
+from tests.e2e.vllm_setup import VllmVenv
 
 USAGE = "vllm:kv_cache_usage_perc"
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -25,6 +29,21 @@ class TestVllmEngine:
 
         assert roles == [Role.MAIN, Role.ENGINE_CORE, Role.WORKER]
         assert vllm_engine.processes()[0].pid == vllm_engine.pid
+
+    def test_prints_the_pool_that_plan_reckons(self, vllm_engine: VllmEngine, vllm_venv: VllmVenv) -> None:
+        model = read_model(vllm_venv.models / MODEL_NAME)
+        device = Device("CPU", Figure.exact(16 * 1024**3, "a test"))
+        setup = Setup((0, 32, 0), max_model_len=MAX_MODEL_LEN, block_size=BLOCK_TOKENS, kv_cache_memory_bytes=1024**3)
+        whole = plan(model, device, setup).pool
+        cut = plan(model, device, replace(setup, num_gpu_blocks_override=POOL_BLOCKS)).pool
+
+        assert whole is not None
+        assert cut is not None
+        log = vllm_engine.log()
+        assert f"Overriding num_gpu_blocks={whole.blocks.value:.0f} with num_gpu_blocks_override={POOL_BLOCKS}" in log
+        assert f"KV cache size: {cut.tokens.value:,.0f} tokens" in log
+        assert f"for {MAX_MODEL_LEN} tokens per request: {cut.concurrency.value:.2f}x" in log
+        assert sum(model.part_bytes(part) for part in model.parts()) == pytest.approx(model.files_bytes, rel=0.01)
 
     def test_24_requests_fill_the_pool_and_preempt_each_other(self, vllm_engine: VllmEngine) -> None:
         load = vllm_engine.start_load(24)

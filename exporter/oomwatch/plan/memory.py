@@ -454,18 +454,23 @@ def pool_of(model: Model, setup: Setup, device: Device, memory: Figure, layers: 
     if override is not None:
         blocks = Figure.exact(override, "--num-gpu-blocks-override")
     else:
-        counts = (max(0, math.floor(size_ / block_bytes)) for size_ in (memory.value, memory.low, memory.high))
-        blocks = Figure(*counts, source=f"whole blocks of {block_bytes:,} bytes")
+        blocks = replace(
+            _each(memory, lambda size: max(0, size // block_bytes)), source=f"whole blocks of {block_bytes:,} bytes"
+        )
     concurrency = replace(blocks.times(1 / needed(length)), source="blocks by those of a request of --max-model-len")
     block_tokens = min(page.tokens for page in pages if page.tokens)
     if setup.version >= TOKENS_BY_CONCURRENCY and not uniform:
         tokens = replace(concurrency.times(length), source="concurrency times length, as vLLM 0.21 and newer print it")
     else:
-        share = Figure(*(number // len(groups) for number in (blocks.value, blocks.low, blocks.high)), source="")
         tokens = replace(
-            share.times(block_tokens), source="blocks times tokens of each, shared by the groups of layers"
+            _each(blocks, lambda count: count // len(groups) * block_tokens),
+            source="blocks times tokens of each, shared by the groups of layers",
         )
     return Pool(block_bytes, block_tokens, blocks, tokens, concurrency, needed(length) * block_bytes)
+
+
+def _each(figure: Figure, change: Callable[[float], float]) -> Figure:
+    return Figure(change(figure.value), change(figure.low), change(figure.high), figure.source)
 
 
 def _pages(model: Model, setup: Setup, layers: Sequence[Layer]) -> list[_Page]:
