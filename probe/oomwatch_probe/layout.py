@@ -113,8 +113,8 @@ _OOM = (
     "oom_largest_free_block_bytes",
 )
 _BLOCKS = (
-    "steps",  # calls of the scheduler, since the process began
-    "last_step_ns",  # unix time of the last one's beginning or end
+    "steps",  # of the scheduler, since it was made
+    "last_step_ns",  # unix time at which the probe last saw that it works
     "blocks_time_ns",  # unix time at which the pool was as follows
     "blocks_cost_ns",  # what the copy cost the scheduler's own thread
     "blocks_total",  # without the null block, which vLLM keeps for itself
