@@ -14,6 +14,9 @@ from oomwatch.observations import (
     NOT_READ,
     STALE,
     Absent,
+    AllocationFailure,
+    AllocatorReport,
+    BlockOwners,
     DriverReport,
     EngineFacts,
     EngineScrape,
@@ -188,6 +191,37 @@ def host_process(pid: int, role: str, title_rank: str | None = None, anon: Maybe
     )
 
 
+def allocator(pid: int) -> AllocatorReport:
+    """A worker whose free memory is in small pieces, and in which an allocation has failed."""
+    statistics = {
+        "allocated_bytes.all.current": 60 * GIB,
+        "allocated_bytes.all.peak": 62 * GIB,
+        "reserved_bytes.all.current": 65 * GIB,
+        "reserved_bytes.all.peak": 65 * GIB,
+        "active_bytes.all.current": 60 * GIB + 64 * MIB,
+        "requested_bytes.all.current": 60 * GIB - 30 * MIB,
+        "inactive_split_bytes.all.current": 3 * GIB,
+        "segment.all.current": 412,
+        "num_alloc_retries": 7,
+        "num_ooms": 1,
+    }
+    return AllocatorReport(
+        NOW,
+        pid,
+        gpu_uuid(0),
+        statistics,
+        largest_free_block=300 * MIB,
+        free=4 * GIB,
+        releasable=GIB,
+        private_reserved=900 * MIB,
+        private_free=20 * MIB,
+        free_by_size=((0, 512 * MIB), (MIB, 3 * GIB), (256 * MIB, 512 * MIB)),
+        backend="native",
+        expandable=False,
+        failure=AllocationFailure(NOW - 900, 2 * GIB, 400 * MIB, 61 * GIB, 65 * GIB, 80 * GIB),
+    )
+
+
 def driver(state: str = "ok") -> DriverReport:
     return DriverReport(NOW, state, "", "580.82.07", "13.580.82.07", "13.0", 3)
 
@@ -211,6 +245,8 @@ def full() -> Snapshot:
         ),
         gpu_memory={gpu_uuid(0): 66 * GIB},
         overhead={gpu_uuid(0): 900 * MIB},
+        allocators=(allocator(4714),),
+        owners=(BlockOwners(NOW, 4711, "0", free=26_000, living=800, finished=150, ownerless=512, cached=9_000),),
     )
     without_fixed_pool = replace(rank(), pool=replace(rank().pool, configured_bytes=NOT_EXPOSED))
     on_a_slice = engine("sliced", ranks=(without_fixed_pool,))
@@ -254,6 +290,7 @@ def full() -> Snapshot:
                 evidence={"preemptions_per_finished": 0.8, "preemptions": 120, "finished": 150, "peak_usage": 0.97},
             ),
             growing(Subject(engine="llama-8b", gpu=gpu_uuid(0), pid=4711)),
+            fragmented(Subject(engine="llama-8b", gpu=gpu_uuid(0), pid=4714)),
             verdict(
                 "host-memory-leak",
                 "info",
@@ -369,9 +406,35 @@ def growing(subject: Subject, state: State = "ticket") -> Verdict:
             "slope_bytes_per_hour": 96.0 * MIB,
             "free_bytes": 9 * GIB,
             "asleep_floor_bytes": 2 * GIB,
+            "live_growth_bytes": 1400 * MIB,
+            "fragments_growth_bytes": 136 * MIB,
         },
         eta=Eta(96 * 3_600.0, 80 * 3_600.0, 120 * 3_600.0),
         advice=("Plan a restart within 3 d.",),
+    )
+
+
+def fragmented(subject: Subject) -> Verdict:
+    """Free memory of the allocator in pieces that are too small."""
+    return verdict(
+        "allocator-fragmentation",
+        "ticket",
+        subject,
+        since=NOW - 900,
+        confidence=0.8,
+        summary="4 GiB are reserved and free, and not in one piece: the largest block and what the driver has come to "
+        "700 MiB, and up to 2 GiB are asked for at once.",
+        evidence={
+            "unallocated_bytes": 4 * GIB,
+            "largest_free_block_bytes": 300 * MIB,
+            "driver_free_bytes": 400 * MIB,
+            "reach_bytes": 700 * MIB,
+            "largest_transient_bytes": 2 * GIB,
+            "retries": 7,
+            "windows_with_retries": 1,
+            "short_seconds": 1_200.0,
+        },
+        advice=("Restart it at a quiet moment.",),
     )
 
 

@@ -32,6 +32,8 @@ EVIDENCE: dict[str, Evidence] = {
     "orphan-memory": {"pids": [2201, 2202], "names": ["python3", "python3"], "orphan_bytes": 15 * GIB},
     "runtime-oom": {"wanted_bytes": 4 * GIB, "free_bytes": 3 * GIB, "total_bytes": 80 * GIB},
     "crash-loop": {"deaths": 4, "first_death": 1_790_000_000.0},
+    "allocator-fragmentation": {"largest_transient_bytes": 2 * GIB, "reach_bytes": GIB},
+    "unaccounted-growth": {"growth_bytes": GIB},
     "kv-tail-waste": {"block_size": 128},
     "kv-block-leak": {"floor_blocks": 2000, "method": "idle"},
     "gpu-memory-leak": {"growth_bytes": GIB},

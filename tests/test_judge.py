@@ -308,6 +308,19 @@ class TestVerdicts:
         answers = [(20.0, Finding("ticket")), (30.0, Finding("ticket")), (40.0, Finding("page"))]
         assert [verdict.since for verdict in self.concluded(*answers)] == [20, 20, 40]
 
+    def test_stand_under_the_name_that_the_detector_gives(self) -> None:
+        court = Court("held").hear(FACTS, poll(5, GpuProcess(100, 50 * GIB)), scrape(10, rank()))
+        told = []
+        for t, name in ((20.0, None), (30.0, "unaccounted-growth"), (40.0, "unaccounted-growth")):
+            court.witness(HELD).answer = Finding("ticket", verdict=name, killer="fragmentation" if name else None)
+            verdict = court.hear(Tick(t)).verdict()
+            told.append((verdict.name, verdict.killer, verdict.since))
+        assert told == [
+            ("gpu-memory-leak", "leak", 20),
+            ("unaccounted-growth", "fragmentation", 30),
+            ("unaccounted-growth", "fragmentation", 30),
+        ]
+
     def test_belong_to_an_incident_while_they_stand(self) -> None:
         answers = [(20.0, Finding("ticket")), (30.0, Finding("clear"))]
         assert [verdict.incident for verdict in self.concluded(*answers)] == ["llm/1", ""]
@@ -327,6 +340,11 @@ class Off(Defaults):
         return None
 
 
+class OffInItsPlace(Defaults):
+    def is_off(self, verdict: str, _subject: Subject) -> bool:
+        return verdict == "unaccounted-growth"
+
+
 class Higher(Defaults):
     def settings(self, _kind: Kind, _subject: Subject) -> Section | None:
         return Level(level=7)
@@ -344,6 +362,15 @@ class TestPolicy:
     def test_a_verdict_that_is_switched_off_is_unknown_never_clear(self) -> None:
         verdict = Court("rank", policy=Off()).hear(FACTS, scrape(10, rank()), Tick(10)).verdict()
         assert (verdict.state, verdict.reason) == ("unknown", "switched off")
+
+    def test_one_that_would_stand_in_anothers_place_can_be_switched_off_alone(self) -> None:
+        court = Court("held", policy=OffInItsPlace()).hear(FACTS, poll(5, GpuProcess(100, 50 * GIB)))
+        court.witness(HELD).answer = Finding("ticket", verdict="unaccounted-growth", evidence={"growth_bytes": 5})
+        verdict = court.hear(Tick(10)).verdict()
+        assert (verdict.name, verdict.state, verdict.reason) == ("gpu-memory-leak", "unknown", "switched off")
+        assert verdict.gauges == {"growth_bytes": 5}
+        court.witness(HELD).answer = Finding("ticket")
+        assert court.hear(Tick(20)).verdict().state == "ticket"
 
     def test_other_thresholds_begin_a_detector_anew_and_the_same_ones_do_not(self) -> None:
         court = Court("rank").hear(FACTS, scrape(10, rank()))

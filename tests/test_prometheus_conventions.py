@@ -200,7 +200,9 @@ class TestHelp:
         assert family.help.startswith(family.meaning)
         assert f"Source: {family.source}; {family.cadence}." in family.help
         assert re.search(
-            r"nvml[A-Z]|NVML|vllm:|/metrics|/proc|label |memory\.max|configuration|counters|this program", family.source
+            r"nvml[A-Z]|NVML|vllm:|vLLM's|torch\.|PyTorch|/metrics|/proc|label |memory\.max|configuration|counters|"
+            r"this program",
+            family.source,
         )
 
     def test_it_is_one_text_whatever_the_values_are(self) -> None:

@@ -322,6 +322,32 @@ def _crash_loop(case: _Case) -> Iterator[str]:
 # --- fragmentation and leaks -------------------------------------------------------------------------------------
 
 
+def _allocator_fragmentation(case: _Case) -> Iterator[str]:
+    when = "Let it finish its requests and restart it now" if case.pages else "Restart it at a quiet moment"
+    yield f"{when}: the pieces are then one again, for a while. The next large request may fail otherwise."
+    if case.expandable:
+        yield f"At that restart, {case.expandable}: the driver then puts pieces together."
+    wanted, reach = case.number("largest_transient_bytes"), case.number("reach_bytes")
+    if wanted is not None and reach is not None and wanted > reach:
+        yield (
+            f"Or lower {case.less(0.02)}: {units.size(wanted - reach)} are missing in one piece, and what is outside "
+            "the KV pool gets room."
+        )
+    else:
+        yield f"Or lower {case.less(0.02)}: what is outside the KV pool gets room."
+    yield "Or lower --max-num-batched-tokens, which makes the largest single allocation smaller; prompts take longer."
+
+
+def _unaccounted_growth(case: _Case) -> Iterator[str]:
+    when = case.before()
+    yield f"Let it finish its requests and restart it{when or ' at a quiet moment'}: that gives all of it back."
+    if case.expandable:
+        yield f"At that restart, {case.expandable}: the pieces are then used again, and the growth ends."
+    yield "Look what asks for ever other sizes: multimodal requests, prompts of very different lengths, LoRA adapters."
+    if not case.pages:
+        yield f"To win time, lower {case.less(0.02)} at that restart; the KV pool gets smaller."
+
+
 def _kv_tail_waste(case: _Case) -> Iterator[str]:
     size = case.number("block_size")
     if size is not None and size >= 32:
@@ -364,7 +390,7 @@ def _gpu_memory_leak(case: _Case) -> Iterator[str]:
     yield (f"Let it finish its requests and restart it{when or ' at a quiet moment'}: that gives all of it back.")
     if case.number("sleeps"):
         yield "What is left after each sleep adds up: have whatever sends it to sleep restart it every so many times."
-    elif case.expandable:
+    elif case.expandable and case.number("fragments_growth_bytes") is None:
         yield f"To learn which it is, {case.expandable}: if the growth ends, it was fragmentation."
     yield "Look what came with the growth: multimodal requests, new LoRA adapters, sleep and wake-up, longer prompts."
     if not case.pages:
@@ -431,6 +457,8 @@ _TABLE: Mapping[str, Callable[[_Case], Iterator[str]]] = {
     "orphan-memory": _orphan_memory,
     "runtime-oom": _runtime_oom,
     "crash-loop": _crash_loop,
+    "allocator-fragmentation": _allocator_fragmentation,
+    "unaccounted-growth": _unaccounted_growth,
     "kv-tail-waste": _kv_tail_waste,
     "kv-block-leak": _kv_block_leak,
     "gpu-memory-leak": _gpu_memory_leak,

@@ -18,7 +18,7 @@ from oomwatch.detectors.registry import KINDS
 from oomwatch.families import DERIVED, metrics_markdown
 from oomwatch.incidents import TABLE
 from oomwatch.settings import DURATION, FILE, FOLDER, SIZE, Described, Section, described, key_text
-from oomwatch.verdicts import CATALOGUE
+from oomwatch.verdicts import CATALOGUE, Entry
 from oomwatch.webconfig import CIPHER_SUITES, WebConfig
 
 EXAMPLE = f"""\
@@ -335,9 +335,13 @@ def _verdicts_table() -> str:
     for entry in CATALOGUE.values():
         about = [_ABOUT[kind.about] for kind in KINDS if kind.verdict == entry.name]
         thresholds = f"[thresholds](configuration.md#detectionthresholds{field_name(entry.name)})" if about else ""
-        told = " and ".join(about) or "not concluded yet"
+        told = " and ".join(about) or _instead(entry)
         rows.append((f"`{entry.name}`", entry.killer, entry.worst, told, f"{entry.says}", thresholds))
     return _table(("Verdict", "Killer", "At worst", "About", "Says", ""), rows)
+
+
+def _instead(entry: Entry) -> str:
+    return f"in the place of `{entry.instead_of}`" if entry.instead_of else "not concluded yet"
 
 
 _SCOPES = {

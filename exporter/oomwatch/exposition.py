@@ -13,13 +13,14 @@ from prometheus_client import CollectorRegistry, Metric, PlatformCollector, Proc
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from oomwatch import __version__, textformat
+from oomwatch import __version__, textformat, units
 from oomwatch.detectors.base import LEVEL, Subject, numbers
-from oomwatch.families import BASE_UNITS, DERIVED, FAMILIES, VERDICT_LABELS
+from oomwatch.families import ALLOCATOR_STATISTICS, BASE_UNITS, BLOCK_OWNERSHIP, DERIVED, FAMILIES, VERDICT_LABELS
 from oomwatch.observations import (
     DRIVER_STATES,
     NOT_READ,
     Absent,
+    AllocatorReport,
     GpuPoll,
     Histogram,
     HostProcess,
@@ -37,7 +38,7 @@ from oomwatch.snapshot import (
     SourceView,
     devices,
 )
-from oomwatch.verdicts import KILLERS, Verdict
+from oomwatch.verdicts import CATALOGUE, KILLERS, Verdict
 
 if TYPE_CHECKING:
     from oomwatch.history import HistoryStatus
@@ -422,6 +423,13 @@ def _put_engine(page: _Page, engine: EngineView, places: _Places) -> None:
         for device, value in (known(by_device) or {}).items():
             page.put(family, value, name, *places.labels(device))
     _put_host_processes(page, name, engine.processes)
+    ranks = {process.pid: process.rank or "" for process in engine.processes}
+    for report in engine.allocators:
+        _put_allocator(page, report, (name, ranks.get(report.pid, ""), *places.labels(report.gpu)))
+    for owners in engine.owners:
+        for ownership in BLOCK_OWNERSHIP:
+            page.put("oomwatch_kv_blocks", getattr(owners, ownership), name, owners.rank, ownership)
+        page.put("oomwatch_kv_cached_free_blocks", owners.cached, name, owners.rank)
 
 
 def _put_settings(page: _Page, engine: EngineView) -> None:
@@ -508,6 +516,25 @@ def _put_host_processes(page: _Page, engine: str, processes: Iterable[HostProces
             page.put("oomwatch_engine_container_info", 1, engine, process.container or "", process.pod_uid or "")
 
 
+def _put_allocator(page: _Page, report: AllocatorReport, labels: tuple[str, ...]) -> None:
+    for name, statistic in ALLOCATOR_STATISTICS.items():
+        page.put(f"oomwatch_allocator_{name}", report.stats.get(statistic), *labels)
+    page.put("oomwatch_allocator_largest_free_block_bytes", report.largest_free_block, *labels)
+    for smallest, size in report.free_by_size:
+        page.put("oomwatch_allocator_free_bytes", size, *labels, units.size(smallest))
+    page.put("oomwatch_allocator_releasable_bytes", report.releasable, *labels)
+    page.put("oomwatch_allocator_private_reserved_bytes", report.private_reserved, *labels)
+    page.put("oomwatch_allocator_private_free_bytes", report.private_free, *labels)
+    if report.backend is not None:
+        expandable = "" if report.expandable is None else str(report.expandable).lower()
+        page.put("oomwatch_allocator_info", 1, *labels, report.backend, expandable)
+    failure = report.failure
+    if failure is not None:
+        page.put("oomwatch_allocator_last_failure_timestamp_seconds", failure.t, *labels)
+        for what in ("wanted", "free", "allocated", "reserved"):
+            page.put("oomwatch_allocator_last_failure_bytes", getattr(failure, what), *labels, what)
+
+
 def _first(values: Iterable[Maybe[T]]) -> T | None:
     """The first known value: ranks of one engine share their settings."""
     return next((value for value in values if not isinstance(value, Absent)), None)
@@ -542,7 +569,7 @@ def _put_verdict(page: _Page, verdict: Verdict, places: _Places) -> None:
 
 def _put_derived(page: _Page, verdict: Verdict, places: _Places) -> None:
     for derived in DERIVED:
-        if derived.verdict == verdict.name and derived.key in verdict.gauges:
+        if derived.verdict in (verdict.name, CATALOGUE[verdict.name].instead_of) and derived.key in verdict.gauges:
             about = _subject_labels(verdict.subject, derived.family.labels, places)
             page.put(derived.family.name, verdict.gauges[derived.key] * derived.factor, *about)
 

@@ -11,7 +11,7 @@ from oomwatch.sources.vllm.names import BY_FIELD, CACHE_CONFIG, CONFIG_LABELS, E
 
 # Units as OpenMetrics knows them, and what else a name may end in to say what it counts.
 BASE_UNITS = ("bytes", "seconds", "ratio", "celsius", "watts")
-COUNTED = ("tokens", "blocks", "requests", "processes", "pids", "devices", "rows", "incidents")
+COUNTED = ("tokens", "blocks", "requests", "processes", "pids", "devices", "rows", "segments", "incidents")
 RATES = ("bytes_per_second", "blocks_per_second")
 
 _SUFFIXES = {"counter": "_total", "info": "_info"}
@@ -62,6 +62,7 @@ EVERY_GPU = "read every intervals.gpu, cached in between"
 EVERY_PROCESSES = "read every intervals.processes, cached in between"
 EVERY_SCRAPE = "read every intervals.scrape, cached in between"
 EVERY_HOST = "read every intervals.host, cached in between"
+EVERY_PROBE = "read every probe.interval, cached in between"
 EVERY_DISCOVERY = "read every intervals.discovery, cached in between"
 
 _MEMORY_CALL = "nvmlDeviceGetMemoryInfo"
@@ -673,6 +674,110 @@ def _processes() -> Iterator[Family]:
     )
 
 
+ALLOCATOR_STATISTICS = {
+    "allocated_bytes": "allocated_bytes.all.current",
+    "allocated_peak_bytes": "allocated_bytes.all.peak",
+    "reserved_bytes": "reserved_bytes.all.current",
+    "reserved_peak_bytes": "reserved_bytes.all.peak",
+    "active_bytes": "active_bytes.all.current",
+    "requested_bytes": "requested_bytes.all.current",
+    "inactive_split_bytes": "inactive_split_bytes.all.current",
+    "segments": "segment.all.current",
+    "retries_total": "num_alloc_retries",
+    "failures_total": "num_ooms",
+}
+"""The families oomwatch_allocator_… that show a statistic of torch.cuda.memory_stats as it is, with its name there."""
+
+BLOCK_OWNERSHIP = ("free", "living", "finished", "ownerless")
+
+
+def _probes() -> Iterator[Family]:
+    silent = (
+        "no oomwatch-probe runs inside the process, it is silent, or it found a PyTorch or vLLM that it does not know"
+    )
+    family = partial(
+        Family,
+        section="Inside engines (oomwatch-probe)",
+        cadence=EVERY_PROBE,
+        labels=("engine", "process_rank", "gpu", "mig"),
+        absent=silent,
+    )
+    meanings = {
+        "allocated_bytes": "Device memory that PyTorch's allocator has handed out to tensors of one worker.",
+        "allocated_peak_bytes": "The most that was handed out at once since the worker's own last reset of the peak.",
+        "reserved_bytes": "Device memory that the allocator holds: handed out, and free for the next tensor.",
+        "reserved_peak_bytes": "The most that was held at once since the worker's own last reset of the peak.",
+        "active_bytes": "Device memory that is handed out, or still waits for a stream to be done with it.",
+        "requested_bytes": "What tensors asked for, before the allocator rounds it up.",
+        "inactive_split_bytes": "Free pieces beside a block in use: they cannot be given back to the driver.",
+        "segments": "Pieces of device memory that the allocator got from the driver.",
+        "retries_total": "Times that no piece fitted, so that the allocator gave its cache back to the driver and "
+        "tried again. Starts again from 0 with the worker.",
+        "failures_total": "Allocations that ended in an out-of-memory error. Starts again from 0 with the worker.",
+    }
+    for name, statistic in ALLOCATOR_STATISTICS.items():
+        yield family(
+            f"oomwatch_allocator_{name}",
+            meanings[name],
+            f"torch.cuda.memory_stats, {statistic}",
+            kind="counter" if name.endswith("_total") else "gauge",
+        )
+    of_snapshot = partial(
+        family, source="torch.cuda.memory_snapshot", absent=f"{silent}, or the snapshot has not been read yet"
+    )
+    pools = "outside the pools of graphs and of sleep mode"
+    yield of_snapshot("oomwatch_allocator_largest_free_block_bytes", f"Largest piece that is free, {pools}.")
+    yield of_snapshot(
+        "oomwatch_allocator_free_bytes",
+        f"Free pieces {pools}, by size: size_class is the smallest of its class, the next begins at twice it.",
+        labels=("engine", "process_rank", "gpu", "mig", "size_class"),
+    )
+    yield of_snapshot(
+        "oomwatch_allocator_releasable_bytes", f"Free memory {pools} that could be given back to the driver at once."
+    )
+    yield family(
+        "oomwatch_allocator_private_reserved_bytes",
+        "What the pools of graphs and of sleep mode hold: no other tensor gets any of it.",
+        "torch.cuda.memory_stats",
+    )
+    yield of_snapshot("oomwatch_allocator_private_free_bytes", "Free memory in the pools of graphs and of sleep mode.")
+    yield family(
+        "oomwatch_allocator_info",
+        "Which allocator of PyTorch the worker has, and whether its segments are expandable.",
+        "torch.cuda.get_allocator_backend and the allocator's settings",
+        kind="info",
+        labels=("engine", "process_rank", "gpu", "mig", "backend", "expandable_segments"),
+    )
+    failed = partial(family, absent=f"{silent}, or no allocation has failed")
+    yield failed(
+        "oomwatch_allocator_last_failure_timestamp_seconds",
+        "Unix time of the last allocation that ended in an out-of-memory error.",
+        "PyTorch's observer of out-of-memory errors",
+    )
+    yield failed(
+        "oomwatch_allocator_last_failure_bytes",
+        "The numbers of that moment, by what: wanted, free (on the device, by the driver), allocated and reserved.",
+        "PyTorch's observer of out-of-memory errors",
+        labels=("engine", "process_rank", "gpu", "mig", "what"),
+    )
+    core = partial(
+        family,
+        source="vLLM's block pool and scheduler, between two steps",
+        labels=("engine", "rank"),
+    )
+    yield core(
+        "oomwatch_kv_blocks",
+        "Usable KV blocks of the rank by ownership: free, living (requests that exist), finished (requests whose "
+        "blocks are freed later, for a KV connector), ownerless (held by nobody that exists: lost). In all, the pool.",
+        labels=("engine", "rank", "ownership"),
+    )
+    yield core(
+        "oomwatch_kv_cached_free_blocks",
+        "Those of the free KV blocks that a prefix can still hit.",
+        absent=f"{silent}, or they have not been counted yet",
+    )
+
+
 def _budgets() -> Iterator[Family]:
     family = partial(Family, section="Engines", cadence=EVERY_PROCESSES, labels=("engine", "gpu", "mig"))
     yield family(
@@ -864,9 +969,36 @@ def _derived() -> Iterator[Derived]:
             f"Pace of that growth of the device memory {held}.",
             per_hour,
         ),
+        (
+            "live_growth_bytes",
+            "live_growth_bytes",
+            f"Growth of what PyTorch has handed out of the device memory {held}; needs oomwatch-probe.",
+            1.0,
+        ),
+        (
+            "fragments_growth_bytes",
+            "fragments_growth_bytes",
+            f"Growth of what PyTorch reserves and does not hand out of the device memory {held}; needs oomwatch-probe.",
+            1.0,
+        ),
         ("asleep_floor_bytes", "asleep_floor_bytes", f"Device memory {held} at its least in the latest sleep.", 1.0),
     ):
         yield of(f"engine_process_device_memory_{name}", gpu_leak, key, on_held, meaning, factor)
+    fragments = "allocator-fragmentation"
+    yield of(
+        "allocator_largest_transient_bytes",
+        fragments,
+        "largest_transient_bytes",
+        on_held,
+        "Largest single allocation that comes and goes in one process of an engine, as far as oomwatch-probe can tell.",
+    )
+    yield of(
+        "allocator_reach_bytes",
+        fragments,
+        "reach_bytes",
+        on_held,
+        "Largest free block of one process' allocator together with what the driver has free on the device.",
+    )
     host_leak = "host-memory-leak"
     anonymous = "anonymous memory of one process of an engine"
     for key, name, meaning, factor in (
@@ -925,6 +1057,7 @@ FAMILIES: tuple[Family, ...] = (
     *_ranks(),
     *_lengths(),
     *_processes(),
+    *_probes(),
     *_verdicts(),
     *(derived.family for derived in DERIVED),
 )

@@ -27,14 +27,21 @@ class Rule:
     scope: Scope
 
 
+_OF_GROWTH = ("budget-overrun", "headroom-low", "allocator-fragmentation")
+
 TABLE = (
     Rule("gpu-lost", (), "device"),
     Rule("nvml-stuck", (), "device"),
     Rule("crash-loop", ("startup-refused", "startup-oom", "runtime-oom", "source-stale"), "engine"),
-    Rule("runtime-oom", ("engine-stuck", "source-stale", "orphan-memory"), "engine-and-devices"),
+    Rule(
+        "runtime-oom",
+        ("engine-stuck", "source-stale", "orphan-memory", "allocator-fragmentation"),
+        "engine-and-devices",
+    ),
     Rule("kv-block-leak", ("kv-exhaustion", "engine-stuck", "admission-stall", "preemption-pressure"), "rank"),
     Rule("engine-stuck", ("admission-stall", "ranks-unbalanced"), "engine"),
-    Rule("gpu-memory-leak", ("budget-overrun", "headroom-low"), "engine-and-devices"),
+    Rule("gpu-memory-leak", _OF_GROWTH, "engine-and-devices"),
+    Rule("unaccounted-growth", _OF_GROWTH, "engine-and-devices"),
     Rule("kv-exhaustion", ("preemption-pressure",), "rank"),
     Rule("orphan-memory", ("headroom-low", "startup-refused"), "device"),
 )

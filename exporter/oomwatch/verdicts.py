@@ -12,12 +12,16 @@ KILLERS = ("capacity", "fragmentation", "leak", "health")
 
 @dataclass(frozen=True)
 class Entry:
-    """A verdict of the catalogue. ``worst`` is the highest state that it ever takes; ``says`` is what it means."""
+    """A verdict of the catalogue. ``worst`` is the highest state that it ever takes; ``says`` is what it means.
+
+    ``instead_of`` names the verdict in whose place it stands when its detector knows more; empty for one of its own.
+    """
 
     name: str
     killer: str
     worst: State
     says: str
+    instead_of: str = ""
 
     @property
     def alert(self) -> str:
@@ -40,7 +44,20 @@ _ENTRIES = (
     Entry("orphan-memory", "capacity", "ticket", "device memory is held by no known engine or neighbour"),
     Entry("runtime-oom", "capacity", "page", "the allocator ran out of memory while the engine served"),
     Entry("crash-loop", "capacity", "page", "the same engine dies again and again"),
+    Entry(
+        "allocator-fragmentation",
+        "fragmentation",
+        "page",
+        "free memory of the allocator lies in pieces that are too small for what is asked for",
+    ),
     Entry("kv-tail-waste", "fragmentation", "ticket", "unused tails of last blocks waste a share of the used pool"),
+    Entry(
+        "unaccounted-growth",
+        "fragmentation",
+        "page",
+        "an engine's device memory grows in fragments: the allocator reserves more and more and hands out no more",
+        instead_of="gpu-memory-leak",
+    ),
     Entry("kv-block-leak", "leak", "page", "KV blocks are held that no request owns"),
     Entry("gpu-memory-leak", "leak", "page", "an engine's device memory grows without new load: leak or fragmentation"),
     Entry("host-memory-leak", "leak", "page", "anonymous host memory of an engine's process grows toward its limit"),

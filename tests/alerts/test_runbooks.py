@@ -153,6 +153,7 @@ TOLD: Mapping[str, tuple[str, ...]] = {
     "engine-stuck": ("after", "slow_after", "first_token_after", "start_grace"),
     "orphan-memory": ("at_least", "lasting", "start_grace", "longest_start"),
     "crash-loop": ("within", "ticket_within"),
+    "allocator-fragmentation": ("warm_up", "retry_window", "retry_windows", "least_transient", "shortage_time"),
     "kv-tail-waste": ("share", "after", "least_running"),
     "kv-block-leak": (
         *("ticket_share", "page_share", "page_growing_share", "page_within", "wedge_share"),

@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from oomwatch.detectors.base import (
     LEVEL,
+    AllocatorSample,
     Detector,
     Finding,
     HeldSample,
     HostSample,
+    OwnersSample,
     RankSample,
+    Sample,
     State,
     Subject,
 )
@@ -24,7 +28,18 @@ from oomwatch.detectors.leak import (
     KvBlockLeak,
     KvBlockLeakSettings,
 )
-from oomwatch.observations import NOT_EXPOSED, Absent, EngineFacts, HostProcess, Maybe, Pool, RankReading
+from oomwatch.observations import (
+    NOT_EXPOSED,
+    Absent,
+    AllocatorReport,
+    BlockOwners,
+    EngineFacts,
+    HostProcess,
+    Maybe,
+    Memory,
+    Pool,
+    RankReading,
+)
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -90,7 +105,7 @@ def without(sample: RankSample, *names: str) -> RankSample:
     """The same page without some series."""
     absent: dict[str, Maybe[float]] = dict.fromkeys(names, NOT_EXPOSED)
     pool = Pool() if "usage" in names else sample.reading.pool
-    return replace(sample, reading=replace(sample.reading, pool=pool, **absent))  # type: ignore[arg-type]  # by name
+    return sample._replace(reading=replace(sample.reading, pool=pool, **absent))  # type: ignore[arg-type]  # by name
 
 
 def kv_detector(**settings: float) -> KvBlockLeak:
@@ -120,6 +135,42 @@ def held(t: float, used: float, *, total: int = 80 * GIB, segment: int = 1, asle
         segment_start=0.0,
         asleep=asleep,
     )
+
+
+def allocator(
+    t: float,
+    allocated: float,
+    reserved: float,
+    *,
+    peak: float | None = None,
+    largest: float | None = None,
+    retries: int = 0,
+    ooms: int = 0,
+    driver_free: float | None = None,
+    segment: int = 1,
+    asleep: bool = False,
+    ready_since: float | None = 0.0,
+    **more: Any,
+) -> AllocatorSample:
+    """What the allocator of pid 7 tells, with ``driver_free`` bytes of the device free."""
+    stats = {
+        "allocated_bytes.all.current": int(allocated),
+        "allocated_bytes.all.peak": int(allocated if peak is None else peak),
+        "reserved_bytes.all.current": int(reserved),
+        "num_alloc_retries": retries,
+        "num_ooms": ooms,
+    }
+    memory = None if driver_free is None else Memory(80 * GIB, 0, 80 * GIB - int(driver_free), int(driver_free))
+    report = AllocatorReport(t, 7, "GPU-a", stats, None if largest is None else int(largest), **more)
+    return AllocatorSample(t, "llama", report, memory, segment, 0.0, ready_since, asleep)
+
+
+def owned(
+    t: float, ownerless: int, living: int = 0, finished: int = 0, *, blocks: int = 4096, segment: int = 1, pid: int = 7
+) -> OwnersSample:
+    """Whose the blocks of rank 0 are."""
+    free = blocks - ownerless - living - finished
+    return OwnersSample(t, "llama", BlockOwners(t, pid, "0", free, living, finished, ownerless), segment)
 
 
 def hosted(
@@ -175,11 +226,11 @@ class Course:
 def watch(
     detector: Detector,
     until: float,
-    sample: Callable[[float], RankSample | HeldSample | HostSample],
+    sample: Callable[[float], Sample],
     *,
     start: float = 0.0,
     every: float = 15.0,
-    also: Callable[[float], RankSample] | None = None,
+    also: Callable[[float], Sample] | None = None,
 ) -> Course:
     """Show a detector a sample every so often, and hear what it says."""
     findings = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oomwatch.detectors.base import LEVEL, RankSample, State
+from oomwatch.detectors.base import LEVEL, Finding, OwnersSample, RankSample, State
 from oomwatch.detectors.leak import KvBlockLeak
 from oomwatch.observations import NOT_KNOWN, Pool
 from oomwatch.sources.vllm import meaning, pages
@@ -21,6 +21,7 @@ from tests.detectors.leaking import (
     Rank,
     Traffic,
     kv_detector,
+    owned,
     watch,
     without,
 )
@@ -162,7 +163,7 @@ def test_a_frozen_page_with_requests_on_it_is_no_evidence() -> None:
     busy = watch(detector := kv_detector(), HOUR, lambda t: rank.reading(t, 40, running=1))
     assert busy.last.state == "clear"
     stuck = rank.reading(HOUR, 3900, running=1)
-    assert watch(detector, 12 * HOUR, lambda t: replace(stuck, t=t), start=HOUR, every=60).worst == "clear"
+    assert watch(detector, 12 * HOUR, lambda t: stuck._replace(t=t), start=HOUR, every=60).worst == "clear"
 
 
 def test_what_requests_can_own_is_not_known_without_their_longest_length() -> None:
@@ -306,7 +307,7 @@ def test_a_full_pool_of_longer_requests_is_no_leak() -> None:
             request_generation_tokens=0.0,
             finished={"stop": tokens["finished"]},
         )
-        return replace(whole, reading=counters)
+        return whole._replace(reading=counters)
 
     assert LEVEL[watch(kv_detector(), 2 * DAY, sample, every=45).worst] < LEVEL["ticket"]
 
@@ -477,3 +478,85 @@ def test_real_healthy_engines_own_no_block_at_idle_whatever_their_version_counts
         detector.observe(page_of(capture, float(t), version))
     finding = detector.conclude(1200)
     assert (finding.state, finding.evidence["floor_blocks"]) == ("clear", 0)
+
+
+# --- the probe inside the engine core counts whose each block is ----------------------------------------------------
+
+
+def counted(*samples: OwnersSample, detector: KvBlockLeak | None = None) -> Finding:
+    detector = detector or kv_detector()
+    for sample in samples:
+        detector.observe(sample)
+    return detector.conclude(samples[-1].t)
+
+
+@pytest.mark.parametrize(
+    ("ownerless", "state"),
+    [(0, "clear"), (1, "info"), (299, "info"), (300, "ticket"), (1499, "ticket"), (1500, "page")],
+)
+def test_blocks_without_an_owner_are_lost_however_busy_the_engine_is(ownerless: int, state: State) -> None:
+    finding = counted(*(owned(t, ownerless, living=5000, blocks=10_000) for t in (0, 5)))
+    assert finding.state == state
+    assert finding.evidence["floor_blocks"] == ownerless
+    assert finding.evidence["method"] == "owners"
+
+
+def test_one_count_alone_proves_nothing() -> None:
+    assert counted(owned(0, 2000)).state == "unknown"
+
+
+def test_what_only_one_of_two_counts_found_is_not_lost() -> None:
+    assert counted(owned(0, 0), owned(5, 2000)).state == "clear"
+    assert counted(owned(0, 2000), owned(5, 0)).state == "clear"
+
+
+def test_ten_seconds_suffice_for_what_takes_hours_from_outside() -> None:
+    detector, rank = kv_detector(), Rank()
+    busy = watch(detector, 60, lambda t: rank.reading(t, 3000, running=40))
+    assert busy.worst == "unknown"
+    assert counted(owned(65, 700, living=2300), owned(70, 700, living=2300), detector=detector).state == "page"
+
+
+def test_the_count_decides_against_what_is_inferred() -> None:
+    """Finished requests whose blocks are freed later look like lost blocks from outside."""
+    detector, rank = kv_detector(), Rank()
+    assert watch(detector, 60, lambda t: rank.reading(t, 2000)).worst == "page"
+    detector = kv_detector()
+    course = watch(detector, 60, lambda t: rank.reading(t, 2000), also=lambda t: owned(t, 0, finished=2000))
+    assert course.findings[1][1].state == "clear"
+    assert course.worst == "clear"
+
+
+def test_a_count_that_is_too_old_leaves_the_word_to_the_page() -> None:
+    detector, rank = kv_detector(), Rank()
+    counted(owned(0, 0), owned(5, 0), detector=detector)
+    course = watch(detector, 200, lambda t: rank.reading(t, 2000), start=10)
+    assert 120 < course.first("page") < 150
+
+
+def test_requests_that_cannot_be_served_are_a_page_whoever_owns_the_blocks() -> None:
+    detector, rank = kv_detector(), Rank()
+    course = watch(detector, 300, lambda t: rank.reading(t, 2000, waiting=3), also=lambda t: owned(t, 0, finished=2000))
+    assert course.last.state == "page"
+    assert course.last.evidence["method"] == "wedge"
+
+
+def test_a_connector_that_never_gives_blocks_back_is_found_beside_the_count() -> None:
+    detector, rank = kv_detector(), Rank(connector=True)
+    course = watch(detector, HOUR, lambda t: rank.reading(t, 2200), also=lambda t: owned(t, 0, finished=2200))
+    assert course.last.state == "page"
+    assert course.last.evidence["method"] == "idle"
+
+
+def test_a_restart_begins_a_new_count() -> None:
+    detector = kv_detector()
+    assert counted(owned(0, 2000), owned(5, 2000), detector=detector).state == "page"
+    assert counted(owned(10, 0, pid=8), owned(15, 0, pid=8), detector=detector).state == "clear"
+
+
+def test_the_pace_of_a_proven_loss_and_the_time_left() -> None:
+    detector = kv_detector()
+    course = watch(detector, 1800, lambda t: owned(t, int(t / 15) * 4, living=100), every=15)
+    eta = course.last.eta
+    assert eta is not None
+    assert eta.seconds == pytest.approx((4096 - 480) / 4 * 15, rel=0.1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from oomwatch.detectors.base import LEVEL, RankSample, State
+from oomwatch.detectors.base import LEVEL, HeldSample, RankSample, State
 from oomwatch.observations import Absent
 from tests.detectors.leaking import (
     DAY,
@@ -17,6 +17,7 @@ from tests.detectors.leaking import (
     MINUTE,
     Course,
     Rank,
+    allocator,
     gpu_detector,
     held,
     host_detector,
@@ -187,6 +188,65 @@ def test_a_device_that_falls_silent_is_unknown() -> None:
     watch(detector, DAY, lambda t: held(t, 60 * GIB), every=60, also=steady_load())
     assert detector.conclude(DAY + 500).state == "clear"
     assert detector.conclude(DAY + 700).state == "unknown"
+
+
+# --- with the probe inside the process ------------------------------------------------------------------------------
+
+
+ONSET = 8 * HOUR
+PACE = 512 * MIB / HOUR
+
+
+def probed(live: float, fragments: float, outside: float = 0.0, *, until: float = 20 * HOUR) -> Course:
+    """Growth of 512 MiB an hour, of which these shares are tensors, free pieces, and none of PyTorch's affair."""
+    load = steady_load()
+    detector = gpu_detector()
+
+    def used(t: float) -> tuple[float, float, float]:
+        grown = max(0.0, t - ONSET) * PACE
+        allocated = 50 * GIB + live * grown
+        reserved = 52 * GIB + (live + fragments) * grown
+        return allocated, reserved, 60 * GIB + (live + fragments + outside) * grown
+
+    def sample(t: float) -> HeldSample:
+        allocated, reserved, process = used(t)
+        detector.observe(allocator(t, allocated + (MIB * 700 if t % 1200 else 0), reserved))
+        return held(t, process)
+
+    return watch(detector, until, sample, every=300, also=load)
+
+
+@pytest.mark.parametrize(
+    ("live", "fragments", "outside", "verdict", "killer"),
+    [
+        (1.0, 0.0, 0.0, None, None),
+        (0.55, 0.45, 0.0, None, None),
+        (0.45, 0.55, 0.0, "unaccounted-growth", "fragmentation"),
+        (0.0, 1.0, 0.0, "unaccounted-growth", "fragmentation"),
+        (0.0, 0.0, 1.0, None, None),
+    ],
+)
+def test_growth_is_a_leak_or_fragmentation_by_what_most_of_it_is(
+    live: float, fragments: float, outside: float, verdict: str | None, killer: str | None
+) -> None:
+    course = probed(live, fragments, outside)
+    assert course.worst in ("ticket", "page")
+    assert {(one.verdict, one.killer) for _, one in course.findings if LEVEL[one.state] >= LEVEL["info"]} == {
+        (verdict, killer)
+    }
+    grown = course.last.evidence["growth_bytes"]
+    assert isinstance(grown, int)
+    for name, share in (("live", live), ("fragments", fragments), ("outside", outside)):
+        assert course.last.evidence[f"{name}_growth_bytes"] == pytest.approx(share * grown, abs=300 * MIB)
+    assert "leak or fragmentation" not in course.last.summary
+
+
+def test_without_a_word_of_the_probe_it_stays_leak_or_fragmentation() -> None:
+    course = on_device(lambda t: 60 * GIB + max(0.0, t - ONSET) * PACE, 0.8)
+    assert course.worst in ("ticket", "page")
+    assert course.last.verdict is None
+    assert "live_growth_bytes" not in course.last.evidence
+    assert "leak or fragmentation" in course.last.summary
 
 
 # --- host memory ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pydantic import Field
@@ -12,11 +13,13 @@ from pydantic import Field
 from oomwatch import units
 from oomwatch.detectors.base import (
     LEVEL,
+    AllocatorSample,
     Eta,
     Evidence,
     Finding,
     HeldSample,
     HostSample,
+    OwnersSample,
     RankSample,
     Sample,
     State,
@@ -39,7 +42,7 @@ from oomwatch.detectors.statistics import (
     seconds_until,
     theil_sen,
 )
-from oomwatch.observations import Maybe, RankReading, known
+from oomwatch.observations import AllocatorReport, BlockOwners, Maybe, RankReading, known
 from oomwatch.settings import Duration, Section, Size
 
 MIB = 1 << 20
@@ -114,6 +117,9 @@ class KvBlockLeakSettings(Section):
     low_load_ticket_share: float = Field(0.05, ge=0, le=1, description="Floor under low load, for a ticket.")
     low_load_page_share: float = Field(0.25, ge=0, le=1, description="Floor under low load, for a page.")
     low_load_sigmas: float = Field(4.0, ge=0, description="How many deviations of the noise the rise has to exceed.")
+    proof_stale_after: Duration = Field(
+        120.0, gt=0, description="The probe's count of owners decides unless it is older than this."
+    )
     stale_after: Duration = Field(300.0, gt=0, description="Without a reading for so long nothing is known.")
     page_hold: Duration = Field(900.0, ge=0, description="How long a page stands after its condition ended.")
     ticket_hold: Duration = Field(HOUR, ge=0, description="How long a ticket stands after its condition ended.")
@@ -272,6 +278,39 @@ class _LowLoad:
         return len(self._scales[0][1].floors.closed)
 
 
+class _Proof:
+    """Blocks that the engine core itself finds to be nobody's, by the probe inside it. Shares of the pool.
+
+    Two counts confirm each other: what one of them missed is in neither.
+    """
+
+    def __init__(self, settings: KvBlockLeakSettings) -> None:
+        self._freshness = _Freshness(settings.proof_stale_after)
+        self._before: BlockOwners | None = None
+        self._history = Thinned(settings.confirm_within / 60)
+        self.owners: BlockOwners | None = None
+        self.share = 0.0
+        self.trend: Trend | None = None
+
+    def add(self, sample: OwnersSample) -> None:
+        """Take in a count."""
+        self._before, self.owners = self.owners, sample.owners
+        self._freshness.add(sample.t)
+        if not sample.owners.total:
+            return
+        sure = min(sample.owners.ownerless, self._before.ownerless if self._before else 0)
+        self.share = sure / sample.owners.total
+        if not sure:
+            self._history.clear()
+            self.trend = None
+        elif self._history.add(sample.t, self.share):
+            self.trend = _growth(self._history.points)
+
+    def stands(self, t: float) -> bool:
+        """Whether there are two counts, and the latest is of now."""
+        return self._before is not None and not self._freshness.reason(t)
+
+
 class KvBlockLeak:
     """Blocks that no request owns: they are lost until the engine restarts.
 
@@ -313,6 +352,7 @@ class KvBlockLeak:
         self._history = Thinned(settings.confirm_within / 60)
         self._trend: Trend | None = None
         self._low_load = _LowLoad(settings)
+        self._proof = _Proof(settings)
         self._ruled_out: float | None = None  # when a reading last showed that next to nothing is lost
         self._idle_since: float | None = None
         self._idle_floor: float | None = None
@@ -326,12 +366,15 @@ class KvBlockLeak:
     # --- readings ------------------------------------------------------------------------------------------------
 
     def observe(self, sample: Sample) -> None:
-        """Takes in readings of its rank; everything else tells it nothing."""
-        if not isinstance(sample, RankSample):
+        """Takes in readings of its rank, and counts of its blocks; everything else tells it nothing."""
+        if not isinstance(sample, (RankSample, OwnersSample)):
             return
         if sample.segment != self._segment:
             self._clear()
             self._segment = sample.segment
+        if isinstance(sample, OwnersSample):
+            self._count(sample)
+            return
         t, reading = sample.t, sample.reading
         self._freshness.add(t)
         self._asleep = sample.asleep
@@ -347,6 +390,11 @@ class KvBlockLeak:
         self._running = running
         waiting += known(reading.swapped) or 0.0
         self._take_in(t, used, running, waiting, sample)
+
+    def _count(self, sample: OwnersSample) -> None:
+        if self._proof.owners is not None and self._proof.owners.pid != sample.owners.pid:
+            self._clear()
+        self._proof.add(sample)
 
     def _take_in(self, t: float, used: float, running: float, waiting: float, sample: RankSample) -> None:
         self._follow_progress(t, sample.reading)
@@ -451,13 +499,7 @@ class KvBlockLeak:
             self._history.clear()  # the trend of a loss begins with it, not with the days without one
             self._trend = None
         if self._history.add(t, self._lost):
-            self._trend = self._growth()
-
-    def _growth(self) -> Trend | None:
-        """The trend of what is lost, None before it has grown often enough to be called growth."""
-        points = self._history.points
-        rises = sum(b[1] - a[1] > _RISE_TOLERANCE for a, b in pairwise(points))
-        return theil_sen(points) if rises >= _LEAST_RISES else None
+            self._trend = _growth(self._history.points)
 
     def _outlasting_holds(self, t: float) -> float:
         """What was never free between two idle readings that lie further apart than a connector may hold blocks."""
@@ -472,20 +514,50 @@ class KvBlockLeak:
 
     def conclude(self, t: float) -> Finding:
         """What stands at ``t``."""
-        if reason := self._freshness.reason(t):
-            return unknown(reason)
-        if self._asleep:
-            return unknown("asleep")
-        if self._missing:
-            return unknown(self._missing)
+        missing = self._freshness.reason(t) or ("asleep" if self._asleep else self._missing)
+        if self._proof.stands(t):
+            return self._standing.settle(t, self._proved(t, page=not missing))
+        if missing:
+            return unknown(missing)
         if self._finding is None or self._wedged_since is not None or t - self._judged >= _REFRESH:
             self._finding, self._judged = self._judge(t), t
         return self._standing.settle(t, self._finding)
 
+    def _proved(self, t: float, *, page: bool) -> Finding:
+        """By the count of owners.
+
+        What is inferred says more only of a pool that keeps the engine from serving, and of finished requests' blocks
+        that a connector never gives back.
+        """
+        proof, owners = self._proof, self._proof.owners
+        assert owners is not None
+        self._blocks = owners.total
+        eta = self._eta(proof.share, proof.trend)
+        state = self._state_of(proof.share, eta, holding=False)
+        evidence = {
+            **self._evidence(t, proof.trend),
+            "floor_ratio": proof.share,
+            "floor_blocks": round(proof.share * owners.total),
+            "method": "owners",
+            "living_blocks": owners.living,
+            "finished_blocks": owners.finished,
+        }
+        if LEVEL[state] < LEVEL["page"] and page:
+            if self._is_wedged(t):
+                return self._wedge_finding(t, evidence)
+            if self._holding and owners.finished >= self.settings.connector_ticket_share * owners.total:
+                inferred = self._judge(t)
+                if LEVEL[inferred.state] > LEVEL[state]:
+                    return inferred
+        if not owners.ownerless:
+            return Finding("clear", 1.0, "", evidence)
+        shown: State = "info" if state == "clear" and proof.share else state
+        return Finding(shown, 0.99, self._summary(proof.share, eta), evidence, eta)
+
     def _judge(self, t: float) -> Finding:
         trend = self._trend
         eta = self._eta(self._lost, trend)
-        certain = self._certain_state(eta)
+        certain = self._state_of(self._lost, eta, holding=self._holding)
         evidence = self._evidence(t, trend)
         if self._wedged_since is not None and self._is_wedged(t):
             return self._wedge_finding(t, evidence)
@@ -496,22 +568,23 @@ class KvBlockLeak:
             if self._nothing_known(t):
                 return unknown("warming up", evidence)
             return Finding("clear", 1.0, "", evidence)
-        return Finding(certain, self._confidence(), self._summary(eta), evidence, eta)
+        return Finding(certain, self._confidence(), self._summary(self._lost, eta), evidence, eta)
 
-    def _certain_state(self, eta: Eta | None) -> State:
+    def _state_of(self, lost: float, eta: Eta | None, *, holding: bool) -> State:
+        """The state of a share that is surely lost."""
         settings = self.settings
         ticket, page = settings.ticket_share, settings.page_share
-        if self._holding:
+        if holding:
             ticket, page = settings.connector_ticket_share, settings.connector_page_share
             if self._reclaims:
                 page = max(page, 1.2 * self._reclaimed_from)
         soon = eta is not None and eta.high is not None and eta.seconds <= settings.page_within
-        if self._lost >= page or (not self._holding and soon and self._lost >= settings.page_growing_share):
+        if lost >= page or (not holding and soon and lost >= settings.page_growing_share):
             return "page"
-        if self._lost >= ticket:
+        if lost >= ticket:
             return "ticket"
         at_least = max(0.001, 1.5 / self._blocks) if self._blocks else 0.01
-        return "info" if self._lost >= at_least and not self._holding else "clear"
+        return "info" if lost >= at_least and not holding else "clear"
 
     def _is_wedged(self, t: float) -> bool:
         if self._wedged_since is None or self._moved is None:
@@ -569,8 +642,8 @@ class KvBlockLeak:
             return f"{units.count(round(share * self._blocks))} of {units.count(self._blocks)} KV blocks"
         return f"{units.ratio(share)} of the KV pool"
 
-    def _summary(self, eta: Eta | None) -> str:
-        text = f"{self._amount(self._lost)} ({units.ratio(self._lost)}) belong to no request"
+    def _summary(self, lost: float, eta: Eta | None) -> str:
+        text = f"{self._amount(lost)} ({units.ratio(lost)}) belong to no request"
         if eta is not None:
             text += f"; at this pace the pool is gone in {units.duration(eta.seconds)}"
         return text + "."
@@ -601,6 +674,12 @@ class KvBlockLeak:
             {**evidence, **more},
             eta,
         )
+
+
+def _growth(points: Sequence[Point]) -> Trend | None:
+    """The trend of what is lost, None before it has grown often enough to be called growth."""
+    rises = sum(b[1] - a[1] > _RISE_TOLERANCE for a, b in pairwise(points))
+    return theil_sen(points) if rises >= _LEAST_RISES else None
 
 
 def _share(reading: RankReading) -> float | None:
@@ -709,6 +788,9 @@ class _Growth:
         return room is not None and self.fastest.slope * within >= room and self.trend.slope * 2 * within >= room
 
 
+_RECENT = 3  # bins whose lowest floor is what a process needs at least
+
+
 class _GrowthTest:
     """Floors of a process' memory in bins, and whether they rise without an end that the load explains.
 
@@ -719,7 +801,6 @@ class _GrowthTest:
     _LEAST_STEP = 8 * MIB
     _WINDOWS = (12, 24, 48)  # bins
     _LATE_SHARE = 0.43  # of the growth, in the later half of the time: a leak has half, what fills up has less
-    _RECENT = 3  # bins whose lowest floor is what the process needs at least
 
     def __init__(self, bin_width: float, least_steps: int) -> None:
         self._least_steps = least_steps
@@ -736,7 +817,7 @@ class _GrowthTest:
     @property
     def floor(self) -> float | None:
         """The lowest value of the last bins, None before the first has closed."""
-        last = list(self._bins.closed)[-self._RECENT :]
+        last = list(self._bins.closed)[-_RECENT:]
         return min(one.low for one in last) if last else None
 
     @property
@@ -837,6 +918,12 @@ class GpuMemoryLeakSettings(Section):
         ge=0,
         description="A ticket needs growth for so long, or for a quarter of the time left: caches fill up and stop.",
     )
+    fragments_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the growth that the probe finds reserved and not handed out, for unaccounted-growth.",
+    )
     sleep_growth: Size = Field(
         GIB, ge=0, description="Growth from sleep to sleep of what the engine holds while asleep, for a ticket."
     )
@@ -844,6 +931,66 @@ class GpuMemoryLeakSettings(Section):
     stale_after: Duration = Field(600.0, gt=0, description="Without a reading for so long nothing is known.")
     page_hold: Duration = Field(900.0, ge=0, description="How long a page stands after its condition ended.")
     ticket_hold: Duration = Field(HOUR, ge=0, description="How long a ticket stands after its condition ended.")
+
+
+@dataclass(frozen=True)
+class _Split:
+    """What a process' growth is made of, in bytes: tensors that live, free pieces between them, and the rest."""
+
+    live: float
+    fragments: float
+    outside: float
+
+    @property
+    def share(self) -> float:
+        """Of the fragments in all growth."""
+        grown = self.live + self.fragments + self.outside
+        return self.fragments / grown if grown > 0 else 0.0
+
+    def evidence(self) -> Evidence:
+        return {
+            "live_growth_bytes": int(self.live),
+            "fragments_growth_bytes": int(self.fragments),
+            "outside_growth_bytes": int(self.outside),
+        }
+
+
+class _Composition:
+    """What a process holds, what PyTorch's allocator in it has reserved of that, and what it has handed out of that.
+
+    Floors of the same bins are compared, so that what comes and goes within a step counts as free.
+    """
+
+    def __init__(self, bin_width: float) -> None:
+        self._held = BinnedFloors(bin_width, _RECENT)
+        self._reserved = BinnedFloors(bin_width, _RECENT)
+        self._allocated = BinnedFloors(bin_width, _RECENT)
+        self._baseline: tuple[float, float, float] | None = None
+
+    def add(self, t: float, held: int, report: AllocatorReport) -> None:
+        """Take in what the process holds by the driver's list, and what its allocator tells."""
+        allocated, reserved = report.current("allocated_bytes"), report.current("reserved_bytes")
+        if not allocated or not reserved:
+            return
+        self._held.add(t, held)
+        self._reserved.add(t, reserved)
+        self._allocated.add(t, allocated)
+        if self._baseline is None and len(self._allocated.closed) == _RECENT:
+            self._baseline = self._floors()
+
+    def _floors(self) -> tuple[float, float, float]:
+        held, reserved, allocated = (
+            min(one.low for one in floors.closed) for floors in (self._held, self._reserved, self._allocated)
+        )
+        return held, reserved, allocated
+
+    @property
+    def split(self) -> _Split | None:
+        """None before a few bins have closed."""
+        if self._baseline is None:
+            return None
+        held, reserved, allocated = (now - then for now, then in zip(self._floors(), self._baseline, strict=True))
+        return _Split(allocated, reserved - allocated, held - reserved)
 
 
 class _WarmUp:
@@ -859,8 +1006,9 @@ class _WarmUp:
 class GpuMemoryLeak:
     """An engine process' device memory that grows after the warm-up without new records of load.
 
-    From outside a leak and fragmentation look the same: the allocator asks the driver for more and more. What the
-    process holds while asleep is a series of its own, one floor for each sleep. About 40 KB per process.
+    From outside a leak and fragmentation look the same: the allocator asks the driver for more and more. The probe
+    inside the process tells them apart: growth that is mostly reserved and not handed out is ``unaccounted-growth``.
+    What the process holds while asleep is a series of its own, one floor for each sleep. About 40 KB per process.
     """
 
     verdict = "gpu-memory-leak"
@@ -881,15 +1029,23 @@ class GpuMemoryLeak:
 
     def _begin(self) -> None:
         self._test = _GrowthTest(self.settings.bin_width, self.settings.least_steps)
+        self._composition = _Composition(self.settings.bin_width)
+        self._probed: float | None = None  # when the probe last told
+        self._used: int | None = None  # what the process holds, None until its warm-up is over
+        self._fragments = False  # what the growth was last found to be
         self._finding: Finding | None = None
         self._since: float | None = None
         self._finished_before = self._load.finished
         self._ticketed: _Growth | None = None
 
     def observe(self, sample: Sample) -> None:
-        """Takes in what the process holds, and its engine's load."""
+        """Takes in what the process holds, its engine's load, and what the probe inside it tells."""
         if isinstance(sample, RankSample):
             self._load.add(sample)
+        elif isinstance(sample, AllocatorSample):
+            if self._used is not None and not sample.asleep and sample.segment == self._segment:
+                self._composition.add(sample.t, self._used, sample.report)
+                self._probed = sample.t
         elif isinstance(sample, HeldSample):
             self._held(sample)
 
@@ -910,6 +1066,7 @@ class GpuMemoryLeak:
             self._since = sample.t
         if self._warm_up.over(sample.t - self._since, self._load.finished - self._finished_before):
             self._test.add(sample.t, sample.used, self._load.last)
+            self._used = sample.used
 
     def conclude(self, t: float) -> Finding:
         """What stands at ``t``."""
@@ -922,7 +1079,8 @@ class GpuMemoryLeak:
     # --- awake ---------------------------------------------------------------------------------------------------
 
     def _awake(self, t: float) -> Finding:
-        evidence = self._evidence()
+        split = self._split(t)
+        evidence = {**self._evidence(), **(split.evidence() if split else {})}
         if self._test.floor is None:
             return unknown("asleep" if self._asleep else "warming up", evidence)
         growth = self._test.growth or self._ticketed
@@ -934,12 +1092,26 @@ class GpuMemoryLeak:
         seen = t - growth.first_step
         enough = min(self.settings.watched, eta.seconds / 4) if eta else self.settings.watched
         if self._ticketed is None and (not growth.steady or seen < enough):
-            return Finding("info", 0.4, self._summary(growth, None), evidence)
+            return self._named(Finding("info", 0.4, self._summary(growth, None, split), evidence))
         self._ticketed = growth
         soon = growth.steady and growth.runs_out(self._free, self.settings.page_within)
         state: State = "page" if soon else "ticket"
         confidence = min(0.95, 0.6 + 0.05 * growth.steps)
-        return Finding(state, confidence, self._summary(growth, eta), evidence, eta)
+        return self._named(Finding(state, confidence, self._summary(growth, eta, split), evidence, eta))
+
+    def _split(self, t: float) -> _Split | None:
+        """What the growth is made of, while the probe tells; what it was last found to be stays."""
+        split = self._composition.split
+        if split is None or self._probed is None or t - self._probed > self.settings.stale_after:
+            return None
+        # A growth that is about half of each does not change its name back and forth.
+        self._fragments = split.share >= self.settings.fragments_share * (0.8 if self._fragments else 1.0)
+        return split
+
+    def _named(self, finding: Finding) -> Finding:
+        if not self._fragments:
+            return finding
+        return replace(finding, verdict="unaccounted-growth", killer="fragmentation")
 
     def _eta(self, growth: _Growth) -> Eta | None:
         if self._free is None:
@@ -947,11 +1119,16 @@ class GpuMemoryLeak:
         free, trend = float(self._free), growth.trend
         return Eta(free / trend.slope, free / trend.high, free / trend.low if trend.low > 0 else None)
 
-    def _summary(self, growth: _Growth, eta: Eta | None) -> str:
+    def _summary(self, growth: _Growth, eta: Eta | None, split: _Split | None) -> str:
         text = (
             f"The process has grown by {units.size(growth.grown)} since its warm-up, by "
-            f"{units.size(growth.trend.slope * HOUR)} an hour now, without more load: leak or fragmentation"
+            f"{units.size(growth.trend.slope * HOUR)} an hour now, without more load: "
         )
+        if split is None:
+            text += "leak or fragmentation"
+        else:
+            live, fragments = (units.size(max(0.0, size)) for size in (split.live, split.fragments))
+            text += f"tensors that live have grown by {live}, free pieces between them by {fragments}"
         return text + (f"; the device is full in {units.duration(eta.seconds)}." if eta else ".")
 
     # --- asleep --------------------------------------------------------------------------------------------------

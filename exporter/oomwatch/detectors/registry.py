@@ -21,6 +21,7 @@ from oomwatch.detectors.capacity import (
     RanksUnbalanced,
     RanksUnbalancedSettings,
 )
+from oomwatch.detectors.fragmentation import AllocatorFragmentation, AllocatorFragmentationSettings
 from oomwatch.detectors.health import (
     GpuLost,
     GpuLostSettings,
@@ -74,6 +75,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("ranks-unbalanced", "engine", RanksUnbalanced, RanksUnbalancedSettings),
     Kind("engine-stuck", "engine", EngineStuck, EngineStuckSettings),
     Kind("concurrency-low", "engine", ConcurrencyLow, ConcurrencyLowSettings),
+    Kind("allocator-fragmentation", "held", AllocatorFragmentation, AllocatorFragmentationSettings),
     Kind("kv-tail-waste", "rank", KvTailWaste, KvTailWasteSettings),
     Kind("kv-block-leak", "rank", KvBlockLeak, KvBlockLeakSettings),
     Kind("gpu-memory-leak", "held", GpuMemoryLeak, GpuMemoryLeakSettings),
