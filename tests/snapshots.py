@@ -246,7 +246,7 @@ def full() -> Snapshot:
         gpu_memory={gpu_uuid(0): 66 * GIB},
         overhead={gpu_uuid(0): 900 * MIB},
         allocators=(allocator(4714),),
-        owners=(BlockOwners(NOW, 4711, "0", free=26_000, living=800, finished=150, ownerless=512, cached=9_000),),
+        owners=(BlockOwners(NOW, 4711, "0", NOW - 1, 27_462, 26_000, 800, 150, ownerless=512, cached=9_000),),
     )
     without_fixed_pool = replace(rank(), pool=replace(rank().pool, configured_bytes=NOT_EXPOSED))
     on_a_slice = engine("sliced", ranks=(without_fixed_pool,))

@@ -146,7 +146,7 @@ class TestWhoIsTold:
         assert not Court("held").hear(FACTS, AllocatorReport(20, 999, "GPU-1")).witnesses()
 
     def test_a_rank_whose_its_blocks_are(self) -> None:
-        owners = BlockOwners(20, 100, "1", free=5, living=3, finished=1, ownerless=1)
+        owners = BlockOwners(20, 100, "1", 19, total=10, free=5, living=3, finished=1, ownerless=1)
         court = Court("rank").hear(FACTS, owners)
         (sample,) = court.told(Subject(engine="llm", rank="1"), OwnersSample)
         assert isinstance(sample, OwnersSample)

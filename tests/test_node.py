@@ -432,7 +432,7 @@ class TestSources:
 class TestWhatProbesTell:
     FACTS = EngineUpdate(0, EngineFacts("llm", pids=(100,)))
     REPORT = AllocatorReport(10, 101, "GPU-1", {"num_ooms": 0})
-    OWNERS = BlockOwners(10, 100, "0", free=9, living=1, finished=0, ownerless=0)
+    OWNERS = BlockOwners(10, 100, "0", 9, total=10, free=9, living=1, finished=0, ownerless=0)
     WORKER = HostProcess(5, 101, 0, 1, 1, "VLLM::Worker_TP0", ppid=100, engine="llm")
 
     def told(self, *observations: Observation) -> tuple[int, int]:

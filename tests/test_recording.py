@@ -205,11 +205,10 @@ def test_log_lines_and_allocator_statistics() -> None:
 
 def test_whose_the_blocks_of_a_rank_are() -> None:
     owners = only(
-        '{"t": 5.0, "owners": {"pid": 4711, "rank": "1", "free": 95, "cached": 5, "living": 3, "finished": 0, '
-        '"ownerless": 2}}'
+        '{"t": 5.0, "owners": {"pid": 4711, "rank": "1", "age": 2, "total": 100, "free": 95, "living": 3, '
+        '"finished": 0, "ownerless": 2, "cached": 5}}'
     )
-    assert owners == BlockOwners(START + 5, 4711, "1", free=95, living=3, finished=0, ownerless=2, cached=5)
-    assert owners.total == 100
+    assert owners == BlockOwners(START + 5, 4711, "1", START + 3, 100, 95, living=3, finished=0, ownerless=2, cached=5)
 
 
 def test_classes_of_free_blocks_are_pairs() -> None:
@@ -541,7 +540,10 @@ SIMPLE = st.one_of(
     st.builds(Tick, TIMES),
     st.builds(lambda t, seconds: Gap(t, round(t - seconds, 6)), TIMES, MICROSECONDS),
     st.builds(LogLine, TIMES, NAMES, line=st.none(), event=NAMES, fields=st.dictionaries(NAMES, BYTES, max_size=3)),
-    st.builds(BlockOwners, TIMES, PIDS, NAMES, BYTES, BYTES, BYTES, BYTES, optional(BYTES)),
+    st.builds(
+        lambda t, age, *rest: BlockOwners(t, rest[0], rest[1], round(t - age, 6), *rest[2:]),
+        *(TIMES, MICROSECONDS, PIDS, NAMES, BYTES, BYTES, BYTES, BYTES, optional(BYTES), optional(BYTES)),
+    ),
     st.builds(EngineUpdate, TIMES, FACTS, st.booleans()),
 )
 FAILURES = st.builds(
@@ -560,6 +562,7 @@ ALLOCATORS = st.builds(
     backend=optional(NAMES),
     expandable=optional(st.booleans()),
     max_split_size=optional(BYTES),
+    engine=optional(NAMES),
     failure=optional(FAILURES),
 )
 OBSERVATIONS = st.one_of(POLLS, HOST_PROCESSES, DRIVERS, FAILED_SCRAPES, ALLOCATORS, SIMPLE)

@@ -418,6 +418,7 @@ class AllocatorReport:
     expandable: bool | None = None
     max_split_size: int | None = None
     failure: AllocationFailure | None = None  # the last one
+    engine: str | None = None
 
     def current(self, name: str) -> int | None:
         """A statistic such as ``reserved_bytes`` as it is now, over all pools."""
@@ -426,25 +427,24 @@ class AllocatorReport:
 
 @dataclass(frozen=True)
 class BlockOwners:
-    """Whose the usable KV blocks of one rank are, counted between two steps of its engine core.
+    """Whose the ``total`` usable KV blocks of one rank are, counted between two steps of its engine core.
 
     Every block is one of four: ``free``; held by requests that are ``living``; held by ``finished`` ones, whose blocks
-    are freed later, because a KV connector still reads them; ``ownerless``, held by nobody that exists. ``cached`` are
-    those of the free ones that a prefix can still hit, None where that was not counted.
+    are freed later, because a KV connector still reads them; ``ownerless``, held by nobody that exists, None where that
+    cannot be told. ``cached`` are those of the free ones that a prefix can still hit, None where that was not counted.
+    ``counted`` is when: a count of many blocks is made less often than it is told.
     """
 
     t: float
     pid: int
     rank: str
+    counted: float
+    total: int
     free: int
     living: int
     finished: int
-    ownerless: int
+    ownerless: int | None = None
     cached: int | None = None
-
-    @property
-    def total(self) -> int:
-        return self.free + self.living + self.finished + self.ownerless
 
 
 # --- time and health -------------------------------------------------------------------------------------------

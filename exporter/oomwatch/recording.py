@@ -188,7 +188,7 @@ def _document(observation: Observation, log_text: bool) -> tuple[str, dict[str, 
         case AllocatorReport():
             return "allocator", _allocator_document(observation)
         case BlockOwners():
-            return "owners", _given(**{name: getattr(observation, name) for name in _OWNERS})
+            return "owners", _owners_document(observation)
         case DriverReport():
             return "driver", _driver_document(observation)
         case SourceRun():
@@ -319,9 +319,16 @@ def _log_document(line: LogLine, log_text: bool) -> dict[str, Any] | None:
     return document if text is None else {**document, "line": text}
 
 
-_OWNERS = tuple(f.name for f in fields(BlockOwners) if f.name != "t")
+_OWNERS = ("pid", "total", "free", "living", "finished")
+_OWNERS_MAYBE = ("ownerless", "cached")
 _ALLOCATOR_SIZES = ("free", "releasable", "private_reserved", "private_free", "max_split_size")
 _FAILURE_SIZES = tuple(f.name for f in fields(AllocationFailure) if f.name != "t")
+
+
+def _owners_document(owners: BlockOwners) -> dict[str, Any]:
+    counts = {name: getattr(owners, name) for name in (*_OWNERS, *_OWNERS_MAYBE)}
+    # How long ago, so that the time does not depend on the header.
+    return {"rank": owners.rank, "age": _seconds(owners.t - owners.counted), **_given(**counts)}
 
 
 def _allocator_document(report: AllocatorReport) -> dict[str, Any]:
@@ -332,7 +339,7 @@ def _allocator_document(report: AllocatorReport) -> dict[str, Any]:
         "stats": dict(report.stats),
         "largest_free_block": report.largest_free_block,
         **_given(
-            **{name: getattr(report, name) for name in (*_ALLOCATOR_SIZES, "backend", "expandable")},
+            **{name: getattr(report, name) for name in (*_ALLOCATOR_SIZES, "backend", "expandable", "engine")},
             free_by_size=[list(one) for one in report.free_by_size] or None,
             # How long ago, so that the time does not depend on the header.
             failure=failure
@@ -535,11 +542,14 @@ class Decoder:
             backend=report.optional("backend", report.text),
             expandable=report.optional("expandable", report.boolean),
             failure=_failure(t, report.section("failure")) if report.has("failure") else None,
+            engine=report.optional("engine", report.text),
         )
 
     def _owners(self, t: float, owners: _Fields) -> Observation:
-        counts = {name: owners.whole(name) for name in _OWNERS if name not in ("rank", "cached")}
-        return BlockOwners(t, rank=owners.text("rank"), cached=owners.optional("cached", owners.whole), **counts)
+        counts = {name: owners.whole(name) for name in _OWNERS}
+        more = {name: owners.optional(name, owners.whole) for name in _OWNERS_MAYBE}
+        counted = _seconds(t - (owners.optional("age", owners.number) or 0.0))
+        return BlockOwners(t, rank=owners.text("rank"), counted=counted, **counts, **more)
 
     # --- GPUs ------------------------------------------------------------------------------------------------
 

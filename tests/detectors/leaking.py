@@ -170,7 +170,7 @@ def owned(
 ) -> OwnersSample:
     """Whose the blocks of rank 0 are."""
     free = blocks - ownerless - living - finished
-    return OwnersSample(t, "llama", BlockOwners(t, pid, "0", free, living, finished, ownerless), segment)
+    return OwnersSample(t, "llama", BlockOwners(t, pid, "0", t, blocks, free, living, finished, ownerless), segment)
 
 
 def hosted(

@@ -560,3 +560,15 @@ def test_the_pace_of_a_proven_loss_and_the_time_left() -> None:
     eta = course.last.eta
     assert eta is not None
     assert eta.seconds == pytest.approx((4096 - 480) / 4 * 15, rel=0.1)
+
+
+def test_a_count_that_is_told_again_confirms_nothing() -> None:
+    told = owned(0, 2000)
+    assert counted(told, replace(told, t=5.0)).state == "unknown"
+
+
+def test_a_core_that_cannot_tell_who_owns_nothing_leaves_the_word_to_the_page() -> None:
+    rank, detector = Rank(), kv_detector()
+    unclear = [replace(one, owners=replace(one.owners, ownerless=None)) for one in (owned(0, 0), owned(5, 0))]
+    counted(*unclear, detector=detector)
+    assert watch(detector, 60, lambda t: rank.reading(t, 2000), start=10).last.state == "page"

@@ -285,30 +285,29 @@ class _Proof:
     """
 
     def __init__(self, settings: KvBlockLeakSettings) -> None:
-        self._freshness = _Freshness(settings.proof_stale_after)
+        self._stale_after = settings.proof_stale_after
         self._before: BlockOwners | None = None
         self._history = Thinned(settings.confirm_within / 60)
         self.owners: BlockOwners | None = None
         self.share = 0.0
         self.trend: Trend | None = None
 
-    def add(self, sample: OwnersSample) -> None:
-        """Take in a count."""
-        self._before, self.owners = self.owners, sample.owners
-        self._freshness.add(sample.t)
-        if not sample.owners.total:
+    def add(self, owners: BlockOwners) -> None:
+        """Take in a count; one that was told before tells nothing new."""
+        if owners.ownerless is None or not owners.total or (self.owners and owners.counted <= self.owners.counted):
             return
-        sure = min(sample.owners.ownerless, self._before.ownerless if self._before else 0)
-        self.share = sure / sample.owners.total
+        self._before, self.owners = self.owners, owners
+        sure = min(owners.ownerless, (self._before.ownerless or 0) if self._before else 0)
+        self.share = sure / owners.total
         if not sure:
             self._history.clear()
             self.trend = None
-        elif self._history.add(sample.t, self.share):
+        elif self._history.add(owners.counted, self.share):
             self.trend = _growth(self._history.points)
 
     def stands(self, t: float) -> bool:
         """Whether there are two counts, and the latest is of now."""
-        return self._before is not None and not self._freshness.reason(t)
+        return self._before is not None and self.owners is not None and t - self.owners.counted <= self._stale_after
 
 
 class KvBlockLeak:
@@ -394,7 +393,7 @@ class KvBlockLeak:
     def _count(self, sample: OwnersSample) -> None:
         if self._proof.owners is not None and self._proof.owners.pid != sample.owners.pid:
             self._clear()
-        self._proof.add(sample)
+        self._proof.add(sample.owners)
 
     def _take_in(self, t: float, used: float, running: float, waiting: float, sample: RankSample) -> None:
         self._follow_progress(t, sample.reading)
