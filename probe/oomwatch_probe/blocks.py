@@ -189,7 +189,7 @@ class CoreReader:
         self._pool: Pool | None = None
         # Written by the scheduler's thread: odd while it works.
         self._activity = 0
-        self._activity_before = -1
+        self._activity_before = 0
         self._wanted = False
         self._copied: Copy | None = None
         self._failure: Exception | None = None
