@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Protocol
 
 from oomwatch.advice import advice
@@ -264,12 +265,12 @@ class Judge:
 
     def _probed(self, result: ProbeResult) -> None:
         sample = ProbeSample(self.node.t, result.engine, result.ok, result.seconds, result.error)
-        self._tell(self._seats("engine", result.engine, "", Subject(engine=result.engine)), sample)
+        self._tell(self._seats("engine", result.engine), sample)
 
     def _gone(self, engine: str) -> None:
         life = self._life(engine)
         life.away = True
-        facts = self.node.engine(engine).facts
+        facts = self.node.facts_of(engine)
         self._tell_engine(
             EngineSample(self.node.t, engine, "gone", "", facts, (), life.segment, life.segment_start, pids=())
         )
@@ -289,14 +290,12 @@ class Judge:
         life.restarts, life.away = restarts, False
 
     def _tell_rank(self, sample: RankSample) -> None:
-        self._tell(
-            self._seats("rank", sample.engine, sample.rank, Subject(engine=sample.engine, rank=sample.rank)), sample
-        )
-        self._tell(self._seats("engine", sample.engine, "", Subject(engine=sample.engine)), sample)
+        self._tell(self._seats("rank", sample.engine, sample.rank), sample)
+        self._tell(self._seats("engine", sample.engine), sample)
         self._tell(self._concerned(sample.engine), sample)
 
     def _tell_engine(self, sample: EngineSample) -> None:
-        self._tell(self._seats("engine", sample.engine, "", Subject(engine=sample.engine)), sample)
+        self._tell(self._seats("engine", sample.engine), sample)
         for key, seats in self.memory.seats.items():
             if key[0] == "rank" and key[1] == sample.engine:
                 self._tell(seats, sample)
@@ -348,12 +347,12 @@ class Judge:
             memory=view.memory,
             processes=processes,
             engines=tuple(sorted(engines)),
-            facts={name: self.node.engine(name).facts for name in engines},
+            facts={name: self.node.facts_of(name) for name in engines},
             unified=isinstance(view, GpuView) and view.poll is not None and view.poll.unified,
         )
-        self._tell(self._seats("device", "", view.uuid, Subject(gpu=view.uuid)), sample)
+        self._tell(self._seats("device", "", view.uuid), sample)
         for engine in engines:
-            self._tell(self._seats("engine", engine, "", Subject(engine=engine)), sample)
+            self._tell(self._seats("engine", engine), sample)
         for key, seats in self.memory.seats.items():
             if key[0] == "held" and key[2] == view.uuid:
                 self._tell(seats, sample)
@@ -392,9 +391,8 @@ class Judge:
                 segment_start=life.segment_start,
                 asleep=self.node.engine(engine).state == "sleeping",
             )
-            subject = Subject(engine=engine, gpu=view.uuid, pid=process.pid)
-            self._tell(self._seats("held", engine, view.uuid, subject, process.pid), sample)
-            self._tell(self._seats("engine", engine, "", Subject(engine=engine)), sample)
+            self._tell(self._seats("held", engine, view.uuid, process.pid), sample)
+            self._tell(self._seats("engine", engine), sample)
 
     # --- what the engines' own processes tell ------------------------------------------------------------------
 
@@ -414,17 +412,15 @@ class Judge:
             ready_since=life.ready_since or None,
             asleep=self.node.engine(engine).state == "sleeping",
         )
-        subject = Subject(engine=engine, gpu=report.gpu or None, pid=report.pid)
-        self._tell(self._seats("held", engine, report.gpu, subject, report.pid), sample)
-        self._tell(self._seats("engine", engine, "", Subject(engine=engine)), sample)
+        self._tell(self._seats("held", engine, report.gpu, report.pid), sample)
+        self._tell(self._seats("engine", engine), sample)
 
     def _counted(self, owners: BlockOwners) -> None:
         holder = self.node.holder(owners.pid)
         if holder.kind != "engine":
             return
         sample = OwnersSample(self.node.t, holder.name, owners, self._life(holder.name).segment)
-        subject = Subject(engine=holder.name, rank=owners.rank)
-        self._tell(self._seats("rank", holder.name, owners.rank, subject), sample)
+        self._tell(self._seats("rank", holder.name, owners.rank), sample)
 
     # --- the host --------------------------------------------------------------------------------------------
 
@@ -436,9 +432,8 @@ class Judge:
         sample = HostSample(
             self.node.t, holder.name, process, host.available if host else None, host.total if host else None
         )
-        subject = Subject(engine=holder.name, pid=process.pid)
-        self._tell(self._seats("process", holder.name, "", subject, process.pid), sample)
-        self._tell(self._seats("engine", holder.name, "", Subject(engine=holder.name)), sample)
+        self._tell(self._seats("process", holder.name, "", process.pid), sample)
+        self._tell(self._seats("engine", holder.name), sample)
 
     def _ended(self, pid: int, holder: Holder) -> None:
         end = ProcessEnd(self.node.t, pid, holder)
@@ -463,11 +458,12 @@ class Judge:
 
     # --- concluding ------------------------------------------------------------------------------------------
 
-    def _seats(self, about: About, engine: str, place: str, subject: Subject, pid: int = 0) -> list[Seat]:
+    def _seats(self, about: About, engine: str, place: str = "", pid: int = 0) -> list[Seat]:
         key: Key = (about, engine, place, pid)
         seats = self.memory.seats.get(key)
         if seats is None:
             seats = self.memory.seats[key] = []
+            subject = _subject(*key)
             for kind in self._kinds:
                 if kind.about == about:
                     settings = self._policy.settings(kind, subject)
@@ -514,7 +510,12 @@ class Judge:
         )
 
     def _facts_of(self, subject: Subject) -> EngineFacts | None:
-        return self.node.engine(subject.engine).facts if subject.engine is not None else None
+        return self.node.facts_of(subject.engine) if subject.engine is not None else None
+
+
+def _subject(about: About, engine: str, place: str, pid: int) -> Subject:
+    rank, gpu = (place, None) if about == "rank" else (None, place or None)
+    return Subject(engine=engine or None, rank=rank, gpu=gpu, pid=pid or None)
 
 
 def _detector(kind: Kind, subject: Subject, settings: Section | None) -> Detector:
@@ -524,6 +525,7 @@ def _detector(kind: Kind, subject: Subject, settings: Section | None) -> Detecto
 _QUIET: tuple[State, ...] = ("clear", "unknown")
 
 
+@lru_cache(maxsize=64)
 def _version(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None

@@ -161,7 +161,7 @@ def _progress_counters(rank: RankReading) -> tuple[float, ...]:
 
 
 def _has_work(rank: RankReading) -> bool:
-    return (known(rank.running) or 0) + (known(rank.waiting) or 0) > 0
+    return (known(rank.running) or 0.0) + (known(rank.waiting) or 0.0) > 0
 
 
 class Node:
@@ -217,6 +217,11 @@ class Node:
     def engine(self, name: str) -> EngineView:
         """The present of one engine, without its device memory; one that is not known has the state unknown."""
         return self._engine_view(self._engines.get(name) or _Engine(EngineFacts(name=name)), ())
+
+    def facts_of(self, name: str) -> EngineFacts:
+        """What is known of one engine's make-up; its name alone, where it is not known."""
+        engine = self._engines.get(name)
+        return EngineFacts(name=name) if engine is None else engine.facts
 
     def list_is_new(self, uuid: str) -> bool:
         """Whether the latest poll of a device (or of a slice's parent) read its process list."""
@@ -353,7 +358,7 @@ class Node:
             engine.healthy = scrape.healthy
         if not scrape.answered:
             return
-        if not isinstance(scrape.version, Absent):
+        if not isinstance(scrape.version, Absent) and scrape.version != engine.facts.vllm_version:
             engine.facts = replace(engine.facts, vllm_version=scrape.version)
         self._follow_progress(engine, scrape)
         engine.last_answer = scrape
@@ -464,8 +469,12 @@ class Node:
 
     def _whole_poll(self, gpu: _Gpu) -> GpuPoll:
         """The latest poll, with what it left out from the polls before."""
-        values = {name: value for name, (t, value) in gpu.carried.items() if self._fresh(t, "process")}
-        return replace(gpu.poll, **values)
+        values = {
+            name: value
+            for name, (t, value) in gpu.carried.items()
+            if value is not getattr(gpu.poll, name) and self._fresh(t, "process")
+        }
+        return replace(gpu.poll, **values) if values else gpu.poll
 
     def _gpu_view(self, gpu: _Gpu, attribution: Attribution) -> GpuView:
         poll = self._whole_poll(gpu)

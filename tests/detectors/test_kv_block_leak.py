@@ -141,7 +141,7 @@ def test_an_older_page_without_the_pools_tokens_needs_more_room_for_doubt() -> N
 
         def sample(t: float) -> RankSample:
             whole = rank.reading(t, used, running=1)
-            return replace(whole, reading=replace(whole.reading, pool=replace(whole.reading.pool, tokens=NOT_KNOWN)))
+            return whole._replace(reading=replace(whole.reading, pool=replace(whole.reading.pool, tokens=NOT_KNOWN)))
 
         return watch(kv_detector(), 600, sample)
 
@@ -353,7 +353,7 @@ def test_the_share_alone_will_do_where_the_number_of_blocks_is_not_known() -> No
 
     def sample(t: float) -> RankSample:
         whole = rank.reading(t, 800)
-        return replace(whole, reading=replace(whole.reading, pool=Pool()))
+        return whole._replace(reading=replace(whole.reading, pool=Pool()))
 
     last = watch(kv_detector(), 600, sample).last
     assert last.state == "page"

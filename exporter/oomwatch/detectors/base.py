@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from oomwatch.observations import (
     AllocatorReport,
@@ -102,8 +102,7 @@ CLEAR = Finding("clear")
 # --- samples ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankSample:
+class RankSample(NamedTuple):
     """A fresh reading of one rank of an engine.
 
     ``segment`` counts the engine's lives: a restart, sleep, wake-up or reload begins a new one at ``segment_start``
@@ -132,8 +131,7 @@ class RankSample:
         return self.reading.sleep_level in ("weights_offloaded", "discard_all")
 
 
-@dataclass(frozen=True)
-class EngineSample:
+class EngineSample(NamedTuple):
     """One scrape of an engine, answered or not, with all ranks side by side. ``state`` is of snapshot.ENGINE_STATES."""
 
     t: float
@@ -147,8 +145,7 @@ class EngineSample:
     pids: tuple[int, ...]  # of its processes that live, as far as known
 
 
-@dataclass(frozen=True)
-class DeviceSample:
+class DeviceSample(NamedTuple):
     """One poll of a device or a MIG slice (``gpu`` is its uuid then).
 
     ``processes`` is NOT_READ in polls that leave the list out. ``engines`` are those with processes on it now, by the
@@ -164,8 +161,7 @@ class DeviceSample:
     unified: bool = False
 
 
-@dataclass(frozen=True)
-class HeldSample:
+class HeldSample(NamedTuple):
     """What one process of an engine holds on one device, in bytes, by the driver's list."""
 
     t: float
@@ -208,8 +204,7 @@ class OwnersSample:
     segment: int
 
 
-@dataclass(frozen=True)
-class HostSample:
+class HostSample(NamedTuple):
     """One reading of a process of an engine on the host."""
 
     t: float

@@ -6,6 +6,7 @@ sampled usage of an overfull pool swings between 0.3 and 1.0 (measured on vLLM 0
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
@@ -141,6 +142,8 @@ class _Throughput:
         self._minute: _Minute | None = None
         self._hour: deque[tuple[float, tuple[float | None, ...]]] = deque(maxlen=60)
         self._usual: tuple[_Usual, ...] | None = None
+        self._learnt = -math.inf  # when the last minute became one of the hour's, and for when what is usual was made
+        self._usual_at = -math.inf
         self._counters: tuple[float | None, ...] | None = None
         self.moves = False  # whether anything came out since the page before
 
@@ -151,6 +154,7 @@ class _Throughput:
         self._minute = None
         self._hour.clear()
         self._usual = None
+        self._learnt = self._usual_at = -math.inf
 
     def add(self, t: float, reading: RankReading, hurting: bool) -> None:
         """Take in a page. Minutes in which it hurts do not become what is usual."""
@@ -168,12 +172,12 @@ class _Throughput:
             self._minute = _Minute(t, counters)
             return
         minute.samples += 1
-        minute.busy += (known(reading.running) or 0) > 0
+        minute.busy += (known(reading.running) or 0.0) > 0
         if t - minute.t >= 60.0:
             if not hurting and 2 * minute.busy >= minute.samples:
                 rates = tuple(_rate(a, b, t - minute.t) for a, b in zip(minute.counters, counters, strict=True))
                 self._hour.append((t, rates))
-                self._usual = self._of_last_hour(t)
+                self._learnt = t
             self._minute = _Minute(t, counters)
 
     def _of_last_hour(self, t: float) -> tuple[_Usual, ...] | None:
@@ -186,6 +190,8 @@ class _Throughput:
 
     def present(self, t: float) -> _Share | None:
         """The present window against what is usual; None where too little is known."""
+        if self._usual_at != self._learnt:
+            self._usual, self._usual_at = self._of_last_hour(self._learnt), self._learnt
         if self._usual is None:
             return None
         shares = [
@@ -328,7 +334,7 @@ class KvExhaustion:
         recently = self._usage.peak(t) >= self.settings.full_usage or (
             self._preemptions.rise(t, min(self.settings.rate_window, self.settings.preemption_window)) > 0
         )
-        now = preempts or (usage is not None and usage >= self.settings.full_usage) or (_queued(reading) or 0) > 0
+        now = preempts or (usage is not None and usage >= self.settings.full_usage) or (_queued(reading) or 0.0) > 0
         return recently and now
 
     def _pressed(self, t: float) -> bool:
@@ -598,7 +604,7 @@ def _progress_counters(reading: RankReading) -> dict[str, float]:
 def _deferred_only(reading: RankReading) -> bool:
     """Nothing runs, and what waits does not wait for capacity."""
     capacity = known(reading.waiting_capacity)
-    return not known(reading.running) and capacity == 0 and (known(reading.waiting_deferred) or 0) > 0
+    return not known(reading.running) and capacity == 0 and (known(reading.waiting_deferred) or 0.0) > 0
 
 
 class EngineStuck:
@@ -849,7 +855,7 @@ class AdmissionStall:
         usage = known(reading.usage)
         waits = (
             not self._problem
-            and (known(reading.waiting) or 0) > 0
+            and (known(reading.waiting) or 0.0) > 0
             and usage is not None
             and usage < self.settings.usage
         )

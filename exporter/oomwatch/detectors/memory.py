@@ -650,7 +650,7 @@ class OrphanMemory:
     def conclude(self, t: float) -> Finding:
         """Add up what has no owner."""
         now = self._now(t)
-        if now.state == "clear" and not self._raised & self._strangers.keys():
+        if now.state == "clear" and self._raised.isdisjoint(self._strangers):
             self._left = t if self._left is None else self._left
             if t - self._left > self.settings.gone_hold:
                 self._standing.reset()

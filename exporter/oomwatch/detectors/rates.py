@@ -24,9 +24,10 @@ class _Ring:
         """The number of the bin of ``t``; bins that fell out of the window are emptied."""
         number = int(t // self._width)
         if number > self._head:
-            for passed in range(max(self._head + 1, number - self._bins + 1), number + 1):
-                self._amounts[passed % self._bins] = 0.0
-                self._seconds[passed % self._bins] = 0.0
+            bins, amounts, seconds = self._bins, self._amounts, self._seconds
+            for passed in range(max(self._head + 1, number - bins + 1), number + 1):
+                amounts[passed % bins] = 0.0
+                seconds[passed % bins] = 0.0
             self._head = number
         return number
 
