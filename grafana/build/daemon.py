@@ -68,7 +68,7 @@ _daemons = Row(
     "Daemons",
     (
         table(
-            "Nodes",
+            "Each node",
             "Version, age of the page, cost. Good: one version, ages below a minute.",
             (
                 Column("Answers", f"max by ({NODE}) ({S('up')})", words=UP, width=90),

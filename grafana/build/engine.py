@@ -17,6 +17,7 @@ from grafana.build.queries import (
     JOB,
     NODE,
     RANKS,
+    SUBJECT,
     Scope,
     of,
     unsilenced,
@@ -31,7 +32,6 @@ V = Scope(ENGINE_OR_ITS_GPUS)
 G = Scope(GPUS)
 EG = Scope(f'{ENGINE}, gpu=~"$gpu"')
 N = Scope(NODE)
-ABOUT = "killer, verdict, engine, rank, gpu, mig, pid"
 WRONG = f"{unsilenced(V)} > 0"
 UNTOLD = "The engine does not tell, or no data: see State"
 NOT_LEFT = {-1.0: ("nothing runs out", BLUE)}
@@ -129,36 +129,36 @@ _verdicts = Row(
             "Verdicts",
             "A symptom is explained by its cause: act on the cause. What to do stands in the runbook of the alert.",
             (
-                Column("State", f"max by ({ABOUT}) ({WRONG}) or max({unsilenced(V)}) == 0", words=STATES, width=90),
+                Column("State", f"max by ({SUBJECT}) ({WRONG}) or max({unsilenced(V)}) == 0", words=STATES, width=90),
                 Column(
                     "Since",
-                    f"max by ({ABOUT}) ({V('oomwatch_verdict_state_timestamp_seconds')} * 1000 and {WRONG})",
+                    f"max by ({SUBJECT}) ({V('oomwatch_verdict_state_timestamp_seconds')} * 1000 and {WRONG})",
                     "dateTimeFromNow",
                 ),
                 Column(
                     "Time left",
-                    f"max by ({ABOUT}) ({V('oomwatch_verdict_eta_seconds')} and {WRONG})",
+                    f"max by ({SUBJECT}) ({V('oomwatch_verdict_eta_seconds')} and {WRONG})",
                     "s",
                     decimals=0,
                     width=90,
                 ),
                 Column(
                     "At least",
-                    f"max by ({ABOUT}) ({V('oomwatch_verdict_eta_low_seconds')} and {WRONG})",
+                    f"max by ({SUBJECT}) ({V('oomwatch_verdict_eta_low_seconds')} and {WRONG})",
                     "s",
                     decimals=0,
                     width=90,
                 ),
                 Column(
                     "Sure",
-                    f"max by ({ABOUT}) ({V('oomwatch_verdict_confidence_ratio')} and {WRONG})",
+                    f"max by ({SUBJECT}) ({V('oomwatch_verdict_confidence_ratio')} and {WRONG})",
                     "percentunit",
                     decimals=0,
                     width=70,
                 ),
                 Column(
                     "Symptom",
-                    f"max by ({ABOUT}, cause) ({V('oomwatch_verdict_symptom')})",
+                    f"max by ({SUBJECT}, cause) ({V('oomwatch_verdict_symptom')})",
                     words={1: ("of", GREY)},
                     width=90,
                 ),

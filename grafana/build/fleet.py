@@ -7,16 +7,21 @@ from grafana.build.board import Board, Row
 from grafana.build.links import from_cell, to_board
 from grafana.build.look import BLUE, GREY, KILLER_COLOURS, NOT_WATCHED, ORANGE, SKY, STATES, VERMILLION
 from grafana.build.panels import Column, Query, bars, series, stat, table
-from grafana.build.queries import JOB, NODES, Scope, of, or_zero, unsilenced, with_index, worst
+from grafana.build.queries import JOB, NODES, SUBJECT, Scope, of, or_zero, unsilenced, with_index, worst
 from oomwatch.verdicts import KILLERS
 
 S = Scope(NODES)
 NODE = "job, instance"
+ABOUT = f"{NODE}, {SUBJECT}"
 STATE = unsilenced(S)
 WRONG = f"{STATE} > 0"
 ALIVE = S("oomwatch_build_info")
 _FLOORS = f"min by ({NODE}, gpu) ({S('oomwatch_device_free_floor_bytes')})"
 RULES = "No data: load alerts/rules/oomwatch-fleet.yml into Prometheus"
+
+
+def _while_wrong(expr: str) -> str:
+    return f"max by ({ABOUT}) ({expr} and {WRONG})"
 
 
 def _count(level: int) -> str:
@@ -110,13 +115,18 @@ _where = Row(
             "Every verdict that is not clear. One line that says clear and nothing else: nothing is wrong. A symptom "
             "is explained by another verdict: look at that one first. A click on the engine or the GPU leads on.",
             (
-                Column("State", f"{WRONG} or max({STATE}) == 0", words=STATES, width=110),
+                Column("State", f"max by ({ABOUT}) ({WRONG}) or max({STATE}) == 0", words=STATES, width=110),
                 Column(
-                    "Since", f"{S('oomwatch_verdict_state_timestamp_seconds')} * 1000 and {WRONG}", "dateTimeFromNow"
+                    "Since", _while_wrong(f"{S('oomwatch_verdict_state_timestamp_seconds')} * 1000"), "dateTimeFromNow"
                 ),
-                Column("Time left", f"{S('oomwatch_verdict_eta_seconds')} and {WRONG}", "s", decimals=0),
-                Column("Sure", f"{S('oomwatch_verdict_confidence_ratio')} and {WRONG}", "percentunit", decimals=0),
-                Column("Symptom", S("oomwatch_verdict_symptom"), words={1: ("symptom", GREY)}, width=100),
+                Column("Time left", _while_wrong(S("oomwatch_verdict_eta_seconds")), "s", decimals=0),
+                Column("Sure", _while_wrong(S("oomwatch_verdict_confidence_ratio")), "percentunit", decimals=0),
+                Column(
+                    "Symptom",
+                    f"max by ({ABOUT}, cause) ({S('oomwatch_verdict_symptom')})",
+                    words={1: ("of", GREY)},
+                    width=100,
+                ),
             ),
             {
                 "instance": "Node",

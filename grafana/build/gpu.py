@@ -98,14 +98,14 @@ _holders = Row(
             (
                 Column(
                     "Memory",
-                    f"{D('oomwatch_gpu_process_memory_bytes')} * on (job, instance, gpu, pid)"
-                    f" group_left (process, holder_kind, holder) {D('oomwatch_gpu_process_info')}",
+                    f"max by (pid, process, holder_kind, holder) ({D('oomwatch_gpu_process_memory_bytes')}"
+                    f" * on (job, instance, gpu, pid) group_left (process, holder_kind, holder)"
+                    f" {D('oomwatch_gpu_process_info')})",
                     "bytes",
                     width=110,
                 ),
             ),
             {"holder_kind": "Kind", "holder": "Holder", "process": "Process", "pid": "Pid"},
-            hidden=("job", "instance", "gpu"),
             sort="Memory",
             order=("Memory", "Kind", "Holder", "Process", "Pid"),
             links={"Holder": (from_cell("Engine", "oomwatch-engine", kept=("instance",), engine="Holder"),)},

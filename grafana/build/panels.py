@@ -187,13 +187,9 @@ def table(
     links: Mapping[str, Sequence[Link]] | None = None,
     widths: Mapping[str, int] | None = None,
     order: Sequence[str] = (),
-    hidden: Sequence[str] = (),
     empty: str = "",
 ) -> dashboard.Panel:
-    """One row for each set of ``labels`` (label to title), the highest of ``sort`` first.
-
-    ``order`` names the columns, ``hidden`` the labels that are not shown.
-    """
+    """One row for each set of ``labels`` (label to title), the highest of ``sort`` first; ``order`` names columns."""
     panel = tables.Panel().cell_height(common.TableCellHeight.SM).build()
     queries = [Query(column.expr) for column in columns]
     panel = _finished(
@@ -209,7 +205,7 @@ def table(
         dashboard.DataTransformerConfig(
             id_val="organize",
             options={
-                "excludeByName": dict.fromkeys(("Time", *hidden), True),
+                "excludeByName": {"Time": True},
                 "indexByName": {name: places[shown] for name, shown in renamed.items() if shown in places},
                 "renameByName": renamed,
             },

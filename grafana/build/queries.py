@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SUBJECT = "killer, verdict, engine, rank, gpu, mig, pid"
+"""The labels of a verdict: what is concluded about what."""
+
 JOB = 'job=~"$job"'
 NODES = f'{JOB}, instance=~"$instance"'
 NODE = f'{JOB}, instance="$instance"'
