@@ -31,7 +31,9 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
 
     @functools.cache  # noqa: B019 - one scheduler in a run
     def _share(self, file: str) -> str:
-        return "real" if "pytest.mark.real" in (self.config.rootpath / file).read_text("utf-8") else file
+        if "pytest.mark.real" in (self.config.rootpath / file).read_text("utf-8"):
+            return "real"
+        return "grafana" if file.startswith("tests/grafana/") else file  # one Prometheus with all stories
 
 
 @pytest.hookimpl(optionalhook=True)
