@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from oomwatch import advice as module
 from oomwatch.advice import FLAGS, advice
 from oomwatch.detectors.base import Eta, Evidence, Finding, State
 from oomwatch.observations import EngineFacts
@@ -120,11 +121,50 @@ def test_utilization_is_never_raised_nor_left_as_it_is() -> None:
             assert 0 < float(after) < float(before), verdict
 
 
+# What an action says before a change of a setting, or before something is taken away.
+_CHANGE = re.compile(
+    r"\b(lower|raise|set|restart|reset|reboot|kill) (it|them|the node|the GPU|--[a-z-]+)\b", re.IGNORECASE
+)
+
+
+@pytest.mark.parametrize("verdict", CATALOGUE)
+def test_what_changes_something_says_what_it_costs_or_risks(verdict: str) -> None:
+    for evidence in (EVIDENCE.get(verdict, {}), {}, {"method": "wedge"}, {"pids": []}):
+        for action in module.actions(verdict, Finding("page", evidence=evidence), facts()):
+            assert action.cost or action.risk or not _CHANGE.search(action.do), action.do
+            for clause in (action.cost, action.risk):
+                assert not clause.endswith(".")
+
+
 class TestValues:
     def test_a_refused_start_is_told_what_would_pass_rounded_down(self) -> None:
         text = told("startup-refused", facts(utilization=0.95))
         assert "--gpu-memory-utilization 0.66 at most instead of 0.95" in text
         assert "--max-model-len 3664" in text
+
+    def test_a_refused_start_is_told_what_helps_against_its_reason(self) -> None:
+        for reason, told_so in (
+            ("profiling_disturbed", "while no neighbour starts or stops"),
+            ("host_memory", "memory on the host"),
+            ("too_many_sequences", "Lower --max-num-seqs to 480 at most"),
+            ("no_room", "Raise --gpu-memory-utilization from 0.9, to 0.98 at most"),
+        ):
+            evidence: Evidence = {"reason": reason, "blocks": 480, "free_bytes": 79 * GIB, "total_bytes": 80 * GIB}
+            assert told_so in told("startup-refused", evidence=evidence), reason
+        assert "Raise" not in told("startup-refused", evidence={"reason": "no_room"})
+
+    def test_a_start_that_ran_out_is_told_of_its_step_alone(self) -> None:
+        text = told("startup-oom", evidence={"step": "warm_up", "dummy_requests": 1024})
+        assert "--max-num-seqs from 1024 to 256" in text
+        assert "graphs" not in text
+        assert "weights" not in text
+        shortage: Evidence = {"step": "graphs", "wanted_bytes": GIB, "free_bytes": GIB // 2, "total_bytes": 24 * GIB}
+        assert "--gpu-memory-utilization from 0.9 to 0.86" in told("startup-oom", evidence=shortage)
+
+    def test_a_race_is_not_told_to_be_a_shortage(self) -> None:
+        text = told("runtime-oom", evidence={"how": "race", "wanted_bytes": GIB, "free_bytes": 2 * GIB})
+        assert "a neighbour takes memory now and then" in text
+        assert "too little memory" not in text
 
     def test_a_pool_for_less_than_two_of_the_longest(self) -> None:
         assert "--max-model-len from 32768 to 14848" in told("concurrency-low")

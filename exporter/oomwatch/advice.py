@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from oomwatch import units
 from oomwatch.detectors.base import Finding
@@ -37,9 +38,43 @@ _STATISTICS_AFTER_ABORTS = (0, 10, 2)  # gauges are true again after the last re
 _NO_EXPANDABLE_WITH_CONNECTOR = (0, 21)  # vLLM refuses to start with both (PR #41237)
 
 
+@dataclass(frozen=True)
+class Action:
+    """One thing to do, as a sentence with its values.
+
+    ``cost`` is what it takes for sure, ``risk`` what may go wrong; both are clauses, and empty where there is none.
+    """
+
+    do: str
+    cost: str = ""
+    risk: str = ""
+
+    def __str__(self) -> str:
+        cost = f" Cost: {self.cost}." if self.cost else ""
+        return f"{self.do}{cost}{f' Risk: {self.risk}.' if self.risk else ''}"
+
+
+def actions(verdict: str, finding: Finding, facts: EngineFacts | None) -> tuple[Action, ...]:
+    """What to do, the first thing first, with the values that fit this case."""
+    return tuple(one if isinstance(one, Action) else Action(one) for one in _TABLE[verdict](_Case(finding, facts)))
+
+
 def advice(verdict: str, finding: Finding, facts: EngineFacts | None) -> tuple[str, ...]:
-    """Actions for a person on call, with the values that fit this case."""
-    return tuple(_TABLE[verdict](_Case(finding, facts)))
+    """The actions for a person on call, each with its cost and risk."""
+    return tuple(map(str, actions(verdict, finding, facts)))
+
+
+_Advice: TypeAlias = "Iterator[str | Action]"
+
+# What a change costs, in the same words wherever it is advised.
+_SMALLER_POOL = "the KV pool holds fewer tokens"
+_SHORTER = "longer requests are refused"
+_QUEUE = "more requests wait in the queue"
+_SLOWER_PROMPTS = "long prompts take longer"
+_EAGER = "each token takes longer"
+_MORE_GPUS = "one or more GPUs"
+_RESTART = "it is away while it loads"
+_LOST = "its running requests are lost, and it is away while it loads"
 
 
 @dataclass(frozen=True)
@@ -112,154 +147,247 @@ _SAVE = (
     "Save its log, its page of metrics and what py-spy dump says of its engine process first: "
     "they are gone with the restart."
 )
-_FP8 = (
-    "If the GPU and the attention backend support it, --kv-cache-dtype fp8 makes room for about twice the tokens, at a "
-    "small loss of accuracy."
+_FP8 = Action(
+    "At the next restart set --kv-cache-dtype fp8, which makes room for about twice the tokens.",
+    cost="a small loss of accuracy",
+    risk="GPUs and attention backends that do not support it refuse to start",
+)
+_SMALLER_BATCHES = Action(
+    "Or lower --max-num-batched-tokens, which makes the largest single allocation smaller.", cost=_SLOWER_PROMPTS
 )
 
 
 # --- capacity ----------------------------------------------------------------------------------------------------
 
 
-def _startup_refused(case: _Case) -> Iterator[str]:
-    yield "Look what else holds memory there (oomwatch check lists it by owner), and stop what does not belong there."
-    largest = case.number("largest_passing_utilization")
-    if largest is not None:
+def _startup_refused(case: _Case) -> _Advice:
+    largest, fitting = case.number("largest_passing_utilization"), case.number("largest_max_model_len")
+    reason = case.text("reason")
+    if reason == "profiling_disturbed":
+        yield "Start it again while no neighbour starts or stops: others' memory changed while it measured its own."
+        yield "Let a supervisor wait for 30 s between tries; engines that share a GPU start one after another."
+        return
+    if reason in ("host_memory", "swap_space"):
+        yield "Free memory on the host, or raise the memory limit of its container."
+        yield Action("Or give it less host memory for its cache or swap space.", cost="fewer tokens are held there")
+        return
+    if reason == "too_many_sequences":
+        blocks = case.number("blocks")
+        to = f" to {blocks:.0f} at most" if blocks is not None else ""
+        yield Action(f"Lower --max-num-seqs{to}: each sequence needs a Mamba block of its own.", cost=_QUEUE)
+        yield "Or give the pool more room: more of the device's memory, if it is free, or more GPUs."
+        return
+    if reason != "no_room":
+        yield (
+            "Look what else holds memory there (oomwatch check lists it by owner), and stop what does not belong there."
+        )
+    if largest is not None and reason != "no_room":
         now = case.utilization
-        yield (
-            f"As things are, it starts with --gpu-memory-utilization {math.floor(largest * 100) / 100:.2f} at most"
-            f"{f' instead of {now:g}' if now is not None else ''}: the KV pool is smaller by the difference."
+        instead = f" instead of {now:g}" if now is not None and now > largest else ""
+        share = f"{math.floor(largest * 100) / 100:.2f}"
+        yield Action(
+            f"As things are, it starts with --gpu-memory-utilization {share} at most{instead}.",
+            cost="the KV pool is smaller by the difference",
         )
-    fitting = case.number("largest_max_model_len")
     if fitting is not None:
-        yield (
-            f"As things are, it starts with --max-model-len {fitting:.0f} at most: longer requests are then refused."
-        )
-    if largest is None and fitting is None:
-        yield (
+        yield Action(f"As things are, it starts with --max-model-len {fitting:.0f} at most.", cost=_SHORTER)
+    if reason == "no_room":
+        yield from _no_room(case)
+    elif largest is None and fitting is None:
+        yield Action(
             "The end of its log says what was wanted and what was there: lower --gpu-memory-utilization to what is "
-            "free, or --max-model-len to what the pool holds."
+            "free, or --max-model-len to what the pool holds.",
+            cost=f"{_SMALLER_POOL}, or {_SHORTER}",
         )
 
 
-def _startup_oom(case: _Case) -> Iterator[str]:
-    yield "Read the end of its log: the step that ran out decides what helps."
-    if case.number("least_free_bytes") is not None:
+def _no_room(case: _Case) -> _Advice:
+    """Weights and activations take the whole budget."""
+    free, total, now = case.number("free_bytes"), case.number("total_bytes"), case.utilization
+    if free is not None and total and now is not None and free / total - now >= 0.01:
+        share = f"{math.floor(free / total * 100) / 100:.2f}"
+        yield Action(
+            f"Raise --gpu-memory-utilization from {now:g}, to {share} at most: so much was free when it started.",
+            risk="what a forward pass takes beyond its estimate has less room",
+        )
+    else:
+        yield "Weights and activations take all of its budget: a higher --gpu-memory-utilization helps if more is free."
+    yield Action(
+        "Lower --max-num-seqs or --max-num-batched-tokens: activations take less.",
+        cost=f"{_QUEUE}, or {_SLOWER_PROMPTS}",
+    )
+    yield Action("Else use more GPUs (--tensor-parallel-size) or a quantized form of the model.", cost=_MORE_GPUS)
+
+
+def _startup_oom(case: _Case) -> _Advice:
+    step = case.text("step")
+    if step not in _OF_STEPS:
+        yield "Read the end of its log: the step that ran out decides what helps."
+    if case.number("least_free_bytes") is not None or case.number("other_bytes"):
         yield "Look whether something else took memory on the device meanwhile: oomwatch check lists it by owner."
-    yield "Ran out while loading weights: the model needs more GPUs (--tensor-parallel-size) or a quantized form."
-    yield "Ran out while profiling or warming up: lower --max-num-batched-tokens or --max-num-seqs."
-    yield (
-        f"Ran out while capturing graphs: lower {case.less(0.02)}, or give up graphs with --enforce-eager, which costs "
-        "speed."
+    for one in (step,) if step in _OF_STEPS else ("load", "profile", "graphs"):
+        yield from _OF_STEPS[one](case)
+
+
+def _loading(_case: _Case) -> _Advice:
+    yield Action(
+        "Ran out while loading weights: use more GPUs (--tensor-parallel-size) or a quantized form of the model.",
+        cost=_MORE_GPUS,
     )
 
 
-def _concurrency_low(case: _Case) -> Iterator[str]:
+def _profiling(case: _Case) -> _Advice:
+    so, requests = "Ran out while profiling or warming up", case.number("dummy_requests")
+    if requests is not None and requests > 1:
+        to = f"from {requests:.0f} to {max(1, requests // 4):.0f}"
+        yield Action(f"{so}: lower --max-num-seqs {to}, as the sampler is tried on so many at once.", cost=_QUEUE)
+    else:
+        cost = f"{_SLOWER_PROMPTS}, or {_QUEUE}"
+        yield Action(f"{so}: lower --max-num-batched-tokens or --max-num-seqs.", cost=cost)
+
+
+def _making_the_pool(case: _Case) -> _Advice:
+    yield Action(
+        f"Ran out while making the KV pool: lower {case.less(0.02)}, as another took what it had measured as free.",
+        cost=_SMALLER_POOL,
+    )
+
+
+def _capturing(case: _Case) -> _Advice:
+    less = case.less(_short_share(case) or 0.02)
+    yield Action(f"Ran out while capturing graphs: lower {less}.", cost=_SMALLER_POOL)
+    yield Action("Or give up graphs with --enforce-eager.", cost=_EAGER)
+
+
+_OF_STEPS: Mapping[str, Callable[[_Case], _Advice]] = {
+    "load": _loading,
+    "profile": _profiling,
+    "warm_up": _profiling,
+    "kv_pool": _making_the_pool,
+    "graphs": _capturing,
+}
+
+
+def _short_share(case: _Case) -> float | None:
+    """What an allocation lacked, and a quarter of a GiB besides, as a share of the device; None where not known."""
+    wanted, free, total = case.number("wanted_bytes"), case.number("free_bytes"), case.number("total_bytes")
+    if wanted is None or free is None or not total or wanted <= free:
+        return None
+    return (wanted - free + GIB / 4) / total
+
+
+def _concurrency_low(case: _Case) -> _Advice:
     tokens, longest = case.number("pool_tokens"), case.number("max_model_len")
     if tokens is not None and longest is not None and tokens >= 512:
         fitting = math.floor(min(tokens / 2, longest) / 256) * 256
-        yield (
+        yield Action(
             f"If requests are shorter, lower --max-model-len from {longest:.0f} to {fitting:.0f} at the next restart: "
-            "two of the longest then fit; longer ones are refused."
+            "two of the longest then fit.",
+            cost=_SHORTER,
         )
     else:
-        yield "If requests are shorter, lower --max-model-len at the next restart: longer ones are then refused."
+        yield Action("If requests are shorter, lower --max-model-len at the next restart.", cost=_SHORTER)
     yield _FP8
-    yield "Else it needs more memory for the pool: more GPUs (--tensor-parallel-size), or a smaller model."
+    yield Action("Else use more GPUs (--tensor-parallel-size), or a smaller model.", cost=_MORE_GPUS)
 
 
-def _budget_overrun(case: _Case) -> Iterator[str]:
+def _budget_overrun(case: _Case) -> _Advice:
     over, total = case.number("overrun_bytes"), case.number("total_bytes")
     yield (
         "Nothing is broken yet: contexts, NCCL and, in older versions, graphs come on top of the budget. Whoever else "
         "counts on the rest of the device has that much less."
     )
     if over is not None and total:
-        yield (
-            f"To keep the promise, lower {case.less(over / total)} at the next restart: the KV pool gets about "
-            f"{units.size(over)} smaller."
+        yield Action(
+            f"To keep the promise, lower {case.less(over / total)} at the next restart.",
+            cost=f"the KV pool gets about {units.size(over)} smaller",
         )
         yield (
             "If that is normal for this engine, tell so: detection.overrides with budget_overrun.allowance of "
             f"{math.ceil(over / 2**28) * 256}MiB."
         )
     if case.has((0, 10, 2)) is not False:
-        yield (
-            f"Where neighbours need a fixed share, --kv-cache-memory-bytes sets the pool{case.since((0, 10, 2))}; "
-            "profiling is then left out, and what fits is up to you."
+        yield Action(
+            f"Where neighbours need a fixed share, --kv-cache-memory-bytes sets the pool{case.since((0, 10, 2))}.",
+            risk="profiling is then left out, and what fits is up to you",
         )
 
 
-def _margin_thin(case: _Case) -> Iterator[str]:
+def _margin_thin(case: _Case) -> _Advice:
     fitting, now, floor = case.number("fitting_utilization"), case.utilization, case.number("free_floor_bytes")
     missing = max(0.0, GIB - floor) if floor is not None else None
     if fitting is not None and now is not None:
-        yield (
-            f"At the next restart set --gpu-memory-utilization to {fitting:g} instead of {now:g}: 1 GiB stays free"
-            f"{f', and the KV pool gets about {units.size(missing)} smaller' if missing else ''}."
+        yield Action(
+            f"At the next restart set --gpu-memory-utilization to {fitting:g} instead of {now:g}: 1 GiB stays free.",
+            cost=f"the KV pool gets about {units.size(missing)} smaller" if missing else _SMALLER_POOL,
         )
     else:
-        yield "At the next restart lower --gpu-memory-utilization so that 1 GiB stays free; the KV pool gets smaller."
-    yield "Or lower --max-num-batched-tokens: a forward pass then asks for less at once, and long prompts take longer."
+        yield Action("At the next restart lower --gpu-memory-utilization so that 1 GiB stays free.", cost=_SMALLER_POOL)
+    yield Action("Or lower --max-num-batched-tokens: a forward pass then asks for less at once.", cost=_SLOWER_PROMPTS)
     yield "It need not be now: it has run like this since its start."
 
 
-def _headroom_low(case: _Case) -> Iterator[str]:
+def _headroom_low(case: _Case) -> _Advice:
     floor, level = case.number("free_floor_bytes"), case.number("level_bytes")
     gone = f" the {units.size(level - floor)}" if floor is not None and level is not None else " what"
     yield f"Look who took{gone} that were free before: oomwatch check lists the device's memory by owner."
     yield "A neighbour or a left-over process: stop it."
     if case.pages:
-        yield (
+        yield Action(
             "The engine itself: take it out of the load balancer, let it finish its requests and restart it, before an "
-            "allocation fails and ends it in the middle of them."
+            "allocation fails and ends it in the middle of them.",
+            cost=_RESTART,
         )
     else:
-        yield "The engine itself: restart it at a quiet moment. The first allocation that fails ends it."
+        yield Action(
+            "The engine itself: restart it at a quiet moment. The first allocation that fails ends it.", cost=_RESTART
+        )
 
 
-def _kv_exhaustion(case: _Case) -> Iterator[str]:
+def _kv_exhaustion(case: _Case) -> _Advice:
     yield "Send less to this engine: move load to others, add a replica, or turn some requests away."
     yield from _fewer_at_once(case)
     yield _FP8
     yield "Look whether few requests hold most of it (very long outputs): limit max_tokens where clients allow it."
 
 
-def _preemption_pressure(case: _Case) -> Iterator[str]:
+def _preemption_pressure(case: _Case) -> _Advice:
     yield "No emergency: each preempted request is computed anew, which costs time and throughput."
     yield from _fewer_at_once(case)
     yield "If it stays like this at usual load, the pool is too small for it: add a replica or GPUs."
 
 
-def _fewer_at_once(case: _Case) -> Iterator[str]:
+def _fewer_at_once(case: _Case) -> _Advice:
     watermark = case.has(_WATERMARK) is not False
     if watermark:
-        yield (
-            "At the next restart set the scheduler's watermark to 0.02: new requests are let in later, and far fewer "
-            f"running ones are thrown out{case.since(_WATERMARK)}."
+        yield Action(
+            "At the next restart set the scheduler's watermark to 0.02: far fewer running requests are thrown out"
+            f"{case.since(_WATERMARK)}.",
+            cost="new requests are let in later",
         )
     running = case.number("running")
     bound = f" to about {running:.0f}, as many as run now" if running is not None and running >= 2 else ""
     lower = "Or lower" if watermark else "At the next restart lower"
-    yield f"{lower} --max-num-seqs{bound}: the rest waits in the queue instead of being computed twice."
+    yield Action(f"{lower} --max-num-seqs{bound}, so that fewer are computed twice.", cost=_QUEUE)
 
 
-def _admission_stall(case: _Case) -> Iterator[str]:
+def _admission_stall(case: _Case) -> _Advice:
     running = case.number("running")
     if running:
-        yield (
+        yield Action(
             f"If --max-num-seqs is {running:.0f}, that is the limit, not memory: raise it at the next restart, for the "
-            "pool has room."
+            "pool has room.",
+            cost="activations take more of the budget",
         )
     else:
         yield "Look in its log for a request that can never fit, and abort it."
     if case.connector:
         yield "Look at the other side of the KV transfer: requests that wait for it are not admitted."
     yield "Requests for more LoRA adapters at once than --max-loras allows wait for one to be done."
-    yield f"If nothing moves, take it out of the load balancer and restart it. {_SAVE}"
+    yield Action(f"If nothing moves, take it out of the load balancer and restart it. {_SAVE}", cost=_LOST)
 
 
-def _ranks_unbalanced(case: _Case) -> Iterator[str]:
+def _ranks_unbalanced(case: _Case) -> _Advice:
     rank, roomy = case.text("rank"), case.text("free_rank")
     which = f" (rank {rank} is full, rank {roomy} has room)" if rank and roomy else ""
     yield (
@@ -270,108 +398,123 @@ def _ranks_unbalanced(case: _Case) -> Iterator[str]:
     yield "Nothing has to be restarted: there is room, in the wrong place."
 
 
-def _engine_stuck(case: _Case) -> Iterator[str]:
+def _engine_stuck(case: _Case) -> _Advice:
     yield "Take it out of the load balancer: its /health may well be green."
     yield _SAVE
     ranks = case.listed("ranks")
     several = f" Rank {', '.join(ranks)} hangs; all ranks have to be restarted together." if len(ranks) > 1 else ""
-    yield f"Restart it: it does not recover by itself.{several}"
+    yield Action(f"Restart it: it does not recover by itself.{several}", cost=_LOST)
 
 
-def _orphan_memory(case: _Case) -> Iterator[str]:
+def _orphan_memory(case: _Case) -> _Advice:
     pids = case.listed("pids")
     if pids:
         yield f"Look what they are: ps -o pid,ppid,lstart,user,args -p {','.join(pids[:10])}."
-        yield "Workers that a dead engine left behind: kill them, with kill -9 if they stay. Nothing else frees it."
+        yield Action(
+            "Workers that a dead engine left behind: kill them, with kill -9 if they stay. Nothing else frees it.",
+            risk="what belongs to somebody dies: look first",
+        )
         yield "If they belong there, name them under neighbours in the configuration."
     else:
         yield (
             "No listed process holds it: look for one of another container with fuser -v /dev/nvidia* on the host, and "
             "end it."
         )
-        yield "If there is none, reset the GPU (nvidia-smi -r) once its engines are stopped."
+        yield Action(
+            "If there is none, reset the GPU (nvidia-smi -r) once its engines are stopped.",
+            cost="everything on that GPU is stopped",
+        )
 
 
-def _runtime_oom(case: _Case) -> Iterator[str]:
-    wanted, free, total = case.number("wanted_bytes"), case.number("free_bytes"), case.number("total_bytes")
+def _runtime_oom(case: _Case) -> _Advice:
     if case.pages:
-        yield "Restart the engine if nothing does: it does not come back by itself."
-    if case.finding.killer == "fragmentation":
-        yield "There was enough memory, in pieces too small: a restart puts it together, for a while."
+        yield Action("Restart the engine if nothing does: it does not come back by itself.", cost=_RESTART)
+    if case.text("how") == "race":
+        yield "More was free than it asked for: look whether a neighbour takes memory now and then, and keep it off."
+    elif case.finding.killer == "fragmentation":
+        yield Action(
+            "There was enough memory, in pieces too small: a restart puts it together, for a while.", cost=_RESTART
+        )
         if case.expandable:
             yield f"At that restart, {case.expandable}: the driver then puts pieces together."
     else:
         yield "There was too little memory, whatever the error's text says of fragmentation: its hint does not help."
-    short = (wanted - free) if wanted is not None and free is not None else None
-    if short is not None and short > 0 and total:
-        share, size = (short + GIB / 4) / total, f": {units.size(short)} were missing"
-    else:
-        share, size = 0.02, ""
-    yield f"Lower {case.less(share)}{size}. The KV pool gets smaller, and what is outside gets room."
-    yield "Or lower --max-num-batched-tokens, which makes the largest single allocation smaller; prompts take longer."
+    wanted, free, share = case.number("wanted_bytes"), case.number("free_bytes"), _short_share(case)
+    missing = f": {units.size(wanted - free)} were missing" if share and wanted is not None and free is not None else ""
+    yield Action(
+        f"Lower {case.less(share or 0.02)}{missing}. What is outside the KV pool gets room.", cost=_SMALLER_POOL
+    )
+    yield _SMALLER_BATCHES
 
 
-def _crash_loop(case: _Case) -> Iterator[str]:
+def _crash_loop(case: _Case) -> _Advice:
     first = case.number("first_death")
     when = f" of {units.moment(first)}" if first is not None else ""
     yield f"Read the end of its log before the first death{when}: later ones often only repeat it."
     yield "Undo what changed before that: version, flags, model, driver, neighbours on the GPU."
-    yield "Until the cause is found keep requests away from it: each restart takes its requests with it."
+    yield Action(
+        "Until the cause is found keep requests away from it: each restart takes its requests with it.",
+        cost="others have to serve them",
+    )
 
 
 # --- fragmentation and leaks -------------------------------------------------------------------------------------
 
 
-def _allocator_fragmentation(case: _Case) -> Iterator[str]:
+def _restarted(when: str, why: str) -> Action:
+    return Action(f"Let it finish its requests and restart it{when or ' at a quiet moment'}: {why}.", cost=_RESTART)
+
+
+def _allocator_fragmentation(case: _Case) -> _Advice:
     when = "Let it finish its requests and restart it now" if case.pages else "Restart it at a quiet moment"
-    yield f"{when}: the pieces are then one again, for a while. The next large request may fail otherwise."
+    yield Action(
+        f"{when}: the pieces are then one again, for a while. The next large request may fail otherwise.", cost=_RESTART
+    )
     if case.expandable:
         yield f"At that restart, {case.expandable}: the driver then puts pieces together."
     wanted, reach = case.number("largest_transient_bytes"), case.number("reach_bytes")
     if wanted is not None and reach is not None and wanted > reach:
-        yield (
+        yield Action(
             f"Or lower {case.less(0.02)}: {units.size(wanted - reach)} are missing in one piece, and what is outside "
-            "the KV pool gets room."
+            "the KV pool gets room.",
+            cost=_SMALLER_POOL,
         )
     else:
-        yield f"Or lower {case.less(0.02)}: what is outside the KV pool gets room."
-    yield "Or lower --max-num-batched-tokens, which makes the largest single allocation smaller; prompts take longer."
+        yield Action(f"Or lower {case.less(0.02)}: what is outside the KV pool gets room.", cost=_SMALLER_POOL)
+    yield _SMALLER_BATCHES
 
 
-def _unaccounted_growth(case: _Case) -> Iterator[str]:
+def _unaccounted_growth(case: _Case) -> _Advice:
     when = case.before()
-    yield f"Let it finish its requests and restart it{when or ' at a quiet moment'}: that gives all of it back."
+    yield _restarted(when, "that gives all of it back")
     if case.expandable:
         yield f"At that restart, {case.expandable}: the pieces are then used again, and the growth ends."
     yield "Look what asks for ever other sizes: multimodal requests, prompts of very different lengths, LoRA adapters."
     if not case.pages:
-        yield f"To win time, lower {case.less(0.02)} at that restart; the KV pool gets smaller."
+        yield Action(f"To win time, lower {case.less(0.02)} at that restart.", cost=_SMALLER_POOL)
 
 
-def _kv_tail_waste(case: _Case) -> Iterator[str]:
+def _kv_tail_waste(case: _Case) -> _Advice:
     size = case.number("block_size")
     if size is not None and size >= 32:
-        yield (
-            f"At the next restart lower --block-size from {size:.0f} to {size / 2:.0f}, if the attention backend can: "
-            "the waste halves."
+        yield Action(
+            f"At the next restart lower --block-size from {size:.0f} to {size / 2:.0f}: the waste halves.",
+            risk="attention backends that cannot use it refuse to start",
         )
     else:
         yield "The blocks are as small as they get: nothing is to be done."
     yield "It is no danger: it makes the pool a little smaller than it looks, and cannot grow."
 
 
-def _kv_block_leak(case: _Case) -> Iterator[str]:
+def _kv_block_leak(case: _Case) -> _Advice:
     if case.text("method") == "wedge":
         yield "Take it out of the load balancer: it serves no more."
         yield _SAVE
-        yield "Restart it now: blocks that are lost come back by nothing else."
+        yield Action("Restart it now: blocks that are lost come back by nothing else.", cost=_LOST)
     else:
         yield _SAVE
         when = case.before()
-        yield (
-            f"Let it finish its requests and restart it{when or ' at a quiet moment'}: blocks that are lost "
-            "come back by nothing else."
-        )
+        yield _restarted(when, "blocks that are lost come back by nothing else")
     if case.has(_STATISTICS_AFTER_ABORTS) is False:
         yield (
             "Before that send it one request: releases before 0.10.2 may show old numbers after an abort, and if they "
@@ -385,21 +528,21 @@ def _kv_block_leak(case: _Case) -> Iterator[str]:
     yield "Look in its log for what was aborted or failed when the floor rose. Update vLLM: such bugs were fixed."
 
 
-def _gpu_memory_leak(case: _Case) -> Iterator[str]:
+def _gpu_memory_leak(case: _Case) -> _Advice:
     when = case.before()
-    yield (f"Let it finish its requests and restart it{when or ' at a quiet moment'}: that gives all of it back.")
+    yield _restarted(when, "that gives all of it back")
     if case.number("sleeps"):
         yield "What is left after each sleep adds up: have whatever sends it to sleep restart it every so many times."
     elif case.expandable and case.number("fragments_growth_bytes") is None:
         yield f"To learn which it is, {case.expandable}: if the growth ends, it was fragmentation."
     yield "Look what came with the growth: multimodal requests, new LoRA adapters, sleep and wake-up, longer prompts."
     if not case.pages:
-        yield f"To win time, lower {case.less(0.02)} at that restart; the KV pool gets smaller."
+        yield Action(f"To win time, lower {case.less(0.02)} at that restart.", cost=_SMALLER_POOL)
 
 
-def _host_memory_leak(case: _Case) -> Iterator[str]:
+def _host_memory_leak(case: _Case) -> _Advice:
     when = case.before()
-    yield f"Let it finish its requests and restart it{when or ' at a quiet moment'}, before the kernel kills it."
+    yield _restarted(when, "else the kernel kills it")
     left = case.number("left_bytes")
     room = f" ({units.size(left)} are left)" if left is not None else ""
     yield f"To win time, raise the memory limit of its container, or free memory on the host{room}."
@@ -409,16 +552,18 @@ def _host_memory_leak(case: _Case) -> Iterator[str]:
 # --- health ------------------------------------------------------------------------------------------------------
 
 
-def _metrics_missing(case: _Case) -> Iterator[str]:
+def _metrics_missing(case: _Case) -> _Advice:
     if case.text("page") == "stats_disabled":
-        yield "Start it without --disable-log-stats: without statistics its KV pool cannot be watched."
+        yield Action(
+            "Start it without --disable-log-stats: without statistics its KV pool cannot be watched.", cost=_RESTART
+        )
         return
     yield "Look whether its version is newer than oomwatch knows: update oomwatch, and report the version."
     yield "If it runs vLLM's Rust front-end, which does not have all series, go back to the Python one where you can."
     yield "Until then the verdicts that need these series are unknown, not clear."
 
 
-def _source_stale(case: _Case) -> Iterator[str]:
+def _source_stale(case: _Case) -> _Advice:
     if case.facts is not None:
         yield "Look whether its process runs, and read the end of its log."
         if "refused" in case.text("reason"):
@@ -430,19 +575,24 @@ def _source_stale(case: _Case) -> Iterator[str]:
     yield "If all of that is well, read oomwatch's own log."
 
 
-def _gpu_lost(_case: _Case) -> Iterator[str]:
+def _gpu_lost(_case: _Case) -> _Advice:
     yield "Drain the node: its engines on that device are dead or will be."
     yield "Look for Xid lines in dmesg and save the output of nvidia-bug-report.sh."
-    yield "Reboot the node. If it happens again, have the card replaced."
+    yield Action(
+        "Reboot the node. If it happens again, have the card replaced.", cost="everything on the node is stopped"
+    )
 
 
-def _nvml_stuck(_case: _Case) -> Iterator[str]:
+def _nvml_stuck(_case: _Case) -> _Advice:
     yield "Look for Xid lines in dmesg, and whether nvidia-smi hangs too; more calls only add processes that hang."
-    yield "If engines on that device still answer, let them finish; then drain the node and reboot it."
+    yield Action(
+        "If engines on that device still answer, let them finish; then drain the node and reboot it.",
+        cost="everything on the node is stopped",
+    )
     yield "What hangs in the driver cannot be killed, and oomwatch goes on reading the other devices."
 
 
-_TABLE: Mapping[str, Callable[[_Case], Iterator[str]]] = {
+_TABLE: Mapping[str, Callable[[_Case], _Advice]] = {
     "startup-refused": _startup_refused,
     "startup-oom": _startup_oom,
     "concurrency-low": _concurrency_low,
