@@ -16,7 +16,10 @@ ABOUT = f"{NODE}, {SUBJECT}"
 STATE = unsilenced(S)
 WRONG = f"{STATE} > 0"
 ALIVE = S("oomwatch_build_info")
-_FLOORS = f"min by ({NODE}, gpu) ({S('oomwatch_device_free_floor_bytes')})"
+_FLOORS = (
+    f"(min by ({NODE}, gpu) ({S('oomwatch_device_free_floor_bytes')})"
+    f" or min by ({NODE}, gpu) ({S('oomwatch_gpu_memory_free_bytes')}))"
+)
 RULES = "No data: load alerts/rules/oomwatch-fleet.yml into Prometheus"
 
 
@@ -79,7 +82,7 @@ _where = Row(
             (
                 Column(
                     "State",
-                    f"max by ({NODE}) ({STATE}) or max by ({NODE}) ({NOT_WATCHED} * ({S('up')} == 0))"
+                    f"max by ({NODE}) ({STATE}) or max by ({NODE}) (({S('up')} == 0) + {NOT_WATCHED})"
                     f" or -max by ({NODE}) ({S('oomwatch_verdict_unknown')})",
                     words=STATES,
                     width=110,
@@ -87,7 +90,7 @@ _where = Row(
                 *(Column(killer, worst(S, of(killer), by=NODE), words=STATES, width=120) for killer in KILLERS),
                 Column("Unknown", f"count by ({NODE}) ({S('oomwatch_verdict_unknown')})", width=100),
                 Column("Time left", f"min by ({NODE}) ({S('oomwatch_verdict_eta_seconds')})", "s", decimals=0),
-                Column("Least headroom", f"min by ({NODE}) ({S('oomwatch_device_free_floor_bytes')})", "bytes"),
+                Column("Least headroom", f"min by ({NODE}) ({_FLOORS})", "bytes"),
                 Column("Fullest pool", f"max by ({NODE}) ({S('oomwatch_engine_kv_cache_usage_ratio')})", "percentunit"),
                 Column("Engines", f"count by ({NODE}) ({S('oomwatch_engine_info')})"),
                 Column("GPUs", f"count by ({NODE}) ({S('oomwatch_gpu_info')})"),
@@ -206,8 +209,8 @@ _left = Row(
     (
         bars(
             "Least device headroom",
-            "Floor of the free memory of the ten GPUs with the least. Good: steady, whatever its size; see Engine and "
-            "GPU for what each has lived with.",
+            "Floor of the free memory of the ten GPUs with the least; what is free now where there is no floor yet. "
+            "Good: steady, whatever its size; see Engine and GPU for what each has lived with.",
             (
                 Query(
                     f"bottomk(10, {with_index(_FLOORS, S)})",

@@ -80,6 +80,10 @@ _holders = Row(
                     f"sum by (holder_kind, holder) ({D('oomwatch_gpu_memory_held_bytes')})",
                     "{{holder_kind}} {{holder}}",
                 ),
+                Query(
+                    f"sum by (mig, holder_kind, holder) ({D('oomwatch_mig_memory_held_bytes')})",
+                    "{{mig}} {{holder_kind}} {{holder}}",
+                ),
                 Query(f"sum({D('oomwatch_gpu_memory_unowned_bytes')})", "no process", colour=VERMILLION),
                 Query(f"sum({D('oomwatch_gpu_memory_reserved_bytes')})", "driver", colour=SKY),
                 Query(f"sum({D('oomwatch_gpu_memory_free_bytes')})", "free", colour=GREY),
@@ -120,8 +124,14 @@ _holders = Row(
             "the floor stays at that level.",
             (
                 Query(D("oomwatch_gpu_memory_free_bytes"), "free", colour=BLUE),
-                Query(D("oomwatch_device_free_floor_bytes"), "floor", colour=ORANGE),
-                Query(D("oomwatch_device_free_level_bytes"), "lived with", colour=GREY, dashed=True),
+                Query(f"sum by (mig) ({D('oomwatch_device_free_floor_bytes')})", "floor {{mig}}", colour=ORANGE),
+                Query(
+                    f"sum by (mig) ({D('oomwatch_device_free_level_bytes')})",
+                    "lived with {{mig}}",
+                    colour=GREY,
+                    dashed=True,
+                ),
+                Query(f"sum by (mig) ({D('oomwatch_mig_memory_free_bytes')})", "free {{mig}}"),
             ),
             unit="bytes",
             lowest=0,
@@ -276,33 +286,6 @@ _health = Row(
     ),
 )
 
-_slices = Row(
-    "MIG slices",
-    (
-        series(
-            "Memory of each slice",
-            "Used; a slice is a device of its own to whoever runs on it.",
-            (Query(D("oomwatch_mig_memory_used_bytes"), "{{mig}}"),),
-            unit="bytes",
-            lowest=0,
-            width=14,
-            empty="This GPU is not sliced, or no data",
-        ),
-        table(
-            "Slices",
-            "Free and total memory of each.",
-            (
-                Column("Free", f"max by (mig) ({D('oomwatch_mig_memory_free_bytes')})", "bytes"),
-                Column("Total", f"max by (mig) ({D('oomwatch_mig_memory_total_bytes')})", "bytes"),
-            ),
-            {"mig": "MIG"},
-            sort="Total",
-            width=10,
-            empty="This GPU is not sliced, or no data",
-        ),
-    ),
-)
-
 BOARD = Board(
     uid="oomwatch-gpu",
     title="oomwatch / GPU",
@@ -313,7 +296,7 @@ BOARD = Board(
         variables.node(Scope(JOB)),
         variables.gpu(N),
     ),
-    rows=(_now, _holders, _verdicts, _health, _slices),
+    rows=(_now, _holders, _verdicts, _health),
     links=(
         to_board("Fleet", "oomwatch-fleet"),
         to_board("Engine", "oomwatch-engine", "instance"),
