@@ -116,7 +116,7 @@ _BLOCKS = (
     "steps",  # of the scheduler, since it was made
     "last_step_ns",  # unix time at which the probe last saw that it works
     "blocks_time_ns",  # unix time at which the pool was as follows
-    "blocks_cost_ns",  # what the copy cost the scheduler's own thread
+    "blocks_cost_ns",  # processor time that the copy took of the thread that made it, mostly the scheduler's own
     "blocks_total",  # without the null block, which vLLM keeps for itself
     "blocks_free",
     "blocks_referenced",  # total - free = living + finished + ownerless

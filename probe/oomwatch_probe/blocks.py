@@ -110,7 +110,7 @@ class Pool:
 
         Takes some nanoseconds for each block that is held, and some hundred for each request.
         """
-        started = time.perf_counter_ns()
+        started = time.thread_time_ns()
         scheduler, pool = self._scheduler(), self._pool()
         if scheduler is None or pool is None:
             return None
@@ -132,7 +132,7 @@ class Pool:
             finished=tables_finished,
             requests_living=len(requests) - len(finished),
             requests_finished=len(finished),
-            cost_ns=time.perf_counter_ns() - started,
+            cost_ns=time.thread_time_ns() - started,
         )
 
     def state(self) -> tuple[int, int] | None:
