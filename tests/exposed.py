@@ -17,6 +17,7 @@ from oomwatch.sources.nvml.calls import CallStats, FunctionStats
 from tests.e2e.tools import require_tool
 
 CONFIG = ConfigStatus(successful=True, loaded_at=1_789_990_000.0, sha256="5" * 64)
+PROBE_FILES = {"told": 3, "silent": 1, "unreadable": 0, "stranger": 0, "left_over": 0}
 CALLS: CallStats = {
     "nvmlDeviceGetMemoryInfo_v2": FunctionStats(calls=300, seconds=0.125, errors={"GPU_IS_LOST": 0, "TIMEOUT": 4})
 }
@@ -33,6 +34,7 @@ def collector(snapshot: Snapshot, process_series: int = 32) -> SnapshotCollector
         process_series_per_gpu=lambda: process_series,
         config=lambda: CONFIG,
         nvml_calls=lambda: CALLS,
+        probe_files=lambda: PROBE_FILES if snapshot.engines else {},
         history=lambda: HISTORY,
         notifications=lambda: NOTIFICATIONS,
     )

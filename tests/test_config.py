@@ -102,7 +102,7 @@ def test_every_flag_sets_its_key() -> None:
 
 def test_every_key_outside_lists_has_a_variable_that_sets_it() -> None:
     values = {"text": "x", "file": "x", "integer": "7", "duration": "1m", "size": "1MiB", "boolean": "false"}
-    values |= {"list of sections": "[]", "list of addresses": ":7", "folder": "x"}
+    values |= {"list of sections": "[]", "list of addresses": ":7", "folder": "x", "list of folders": "/x"}
     values |= {"URL": "http://h:1", "headers": "{X-Scope-OrgID: x}", "labels": "{cluster: x}"}
     for setting in settings():
         value = values.get(setting.field.type_name, setting.field.limits.split(", ")[-1])
@@ -117,7 +117,7 @@ def test_every_key_outside_lists_has_a_variable_that_sets_it() -> None:
             config = getattr(config, part)
         assert config is not None, setting.variable
         shown = setting.field.shown(config)
-        assert shown == value or config in ((), (":7",), {"X-Scope-OrgID": "x"}, {"cluster": "x"}), setting.variable
+        assert shown == value or config in ((), (":7",), ("/x",), {"X-Scope-OrgID": "x"}, {"cluster": "x"}), setting.variable
 
 
 def test_lists_of_sections_are_given_as_yaml_in_a_variable() -> None:
@@ -130,6 +130,17 @@ def test_lists_of_sections_are_given_as_yaml_in_a_variable() -> None:
 )
 def test_lists_of_texts_are_given_with_commas_or_as_yaml(written: str) -> None:
     assert load(None, {"OOMWATCH_WEB__LISTEN_ADDRESS": written}, {}).web.listen_address == ("127.0.0.1:1", "[::1]:2")
+
+
+def test_folders_of_the_probe_are_one_or_several_and_absolute() -> None:
+    def folders(given: object) -> tuple[str, ...]:
+        return Config.model_validate({"probe": {"directory": given}}).probe.directory
+
+    assert Config().probe.directory == ("/run/oomwatch",)
+    assert folders("/srv/probe") == ("/srv/probe",)
+    assert folders(["/srv/probe", "/run/oomwatch"]) == ("/srv/probe", "/run/oomwatch")
+    with pytest.raises(ValueError, match=r'"probe" is not absolute\. Write the whole path'):
+        folders(["probe"])
 
 
 def test_an_empty_variable_counts_as_not_set(tmp_path: Path) -> None:

@@ -40,9 +40,12 @@ def read_once(config: Config, wait: float = 0.0) -> Snapshot:
     _read(feed)
     pipeline.flush(limit)
     feed.read_host()  # now that it is known which processes the GPUs list
+    pipeline.flush(limit)
+    feed.read_probes()  # now that it is known whose each process is
     if wait:
         time.sleep(wait)
         _read(feed)
+        feed.read_probes()
     pipeline.flush(limit)
     snapshot = pipeline.current
     feed.close()

@@ -182,6 +182,16 @@ Addresses = Annotated[
 ]
 
 
+def _checked_folders(value: tuple[str, ...]) -> tuple[str, ...]:
+    for folder in value:
+        if not folder.startswith("/"):
+            raise ValueError(f'"{folder}" is not absolute. Write the whole path, such as /run/oomwatch')
+    return value
+
+
+Folders = Annotated[Texts, AfterValidator(_checked_folders), Kind("list of folders", "absolute paths")]
+
+
 class TlsConfig(Section):
     """How a server's certificate is checked, and what is shown to it."""
 
@@ -367,6 +377,16 @@ class NvmlConfig(Section):
         le=86400,
         description="How long the driver stays given back after /-/release or SIGUSR1, unless it is taken back before.",
     )
+
+
+class InsideConfig(Section):
+    """What oomwatch-probe, the plugin inside vLLM, writes about allocators and KV blocks (docs/probe.md)."""
+
+    directory: Folders = Field(
+        default=("/run/oomwatch",),
+        description="Where its files lie: a folder, or several that containers share. One that is missing is no fault.",
+    )
+    interval: Duration = Field(default=5.0, ge=1, le=300, description="How often they are read.")
 
 
 class NeighbourConfig(Section):
@@ -587,6 +607,7 @@ class Config(Section):
     discovery: DiscoveryConfig = Field(default=DiscoveryConfig())
     intervals: IntervalsConfig = Field(default=IntervalsConfig())
     nvml: NvmlConfig = Field(default=NvmlConfig())
+    probe: InsideConfig = Field(default=InsideConfig())
     neighbours: tuple[NeighbourConfig, ...] = Field(
         default=(), description="Known users of GPU memory that are no engines."
     )

@@ -51,6 +51,7 @@ def cadence_of(config: Config) -> Cadence:
         probe=max(
             (engine.probe.interval + engine.probe.timeout for engine in config.engines if engine.probe), default=360.0
         ),
+        allocator=config.probe.interval,
         intervals_to_stale=config.exposition.stale_after_intervals,
         forget_after=config.exposition.forget_after,
     )
@@ -127,6 +128,7 @@ class Daemon:
             process_series_per_gpu=lambda: self._config.exposition.process_series_per_gpu,
             config=lambda: self._status,
             nvml_calls=self._feed.call_stats,
+            probe_files=self._feed.probe_files,
             notifications=self._notifier.status,
             history=lambda: self.history.status if self.history else None,
             internal_errors=lambda: self.pipeline.failures,

@@ -71,6 +71,10 @@ nvml:
   deadline: 5s
   release_for: 5m
 
+probe:
+  directory: [/run/oomwatch, /srv/vllm/probe]
+  interval: 5s
+
 neighbours:
   - name: dcgm
     process: dcgm*

@@ -79,6 +79,7 @@ class SnapshotCollector(Collector):
         process_series_per_gpu: Callable[[], int],
         config: Callable[[], ConfigStatus],
         nvml_calls: Callable[[], CallStats] = dict,
+        probe_files: Callable[[], Mapping[str, int]] = dict,
         history: Callable[[], HistoryStatus | None] = lambda: None,
         notifications: Callable[[], Iterable[TargetStatus]] = tuple,
         internal_errors: Callable[[], int] = int,
@@ -87,6 +88,7 @@ class SnapshotCollector(Collector):
         self._process_series_per_gpu = process_series_per_gpu
         self._config = config
         self._nvml_calls = nvml_calls
+        self._probe_files = probe_files
         self._history = history
         self._notifications = notifications
         self._internal_errors = internal_errors
@@ -105,6 +107,8 @@ class SnapshotCollector(Collector):
             _put_source(page, source)
         _put_driver(page, snapshot)
         _put_calls(page, self._nvml_calls())
+        for state, count in self._probe_files().items():
+            page.put("oomwatch_probe_files", count, state)
         most = self._process_series_per_gpu()
         overheads = {engine.name: known(engine.overhead) or {} for engine in snapshot.engines}
         for gpu in snapshot.gpus:

@@ -11,7 +11,7 @@ from oomwatch.sources.vllm.names import BY_FIELD, CACHE_CONFIG, CONFIG_LABELS, E
 
 # Units as OpenMetrics knows them, and what else a name may end in to say what it counts.
 BASE_UNITS = ("bytes", "seconds", "ratio", "celsius", "watts")
-COUNTED = ("tokens", "blocks", "requests", "processes", "pids", "devices", "rows", "segments", "incidents")
+COUNTED = ("tokens", "blocks", "requests", "processes", "pids", "devices", "rows", "segments", "files", "incidents")
 RATES = ("bytes_per_second", "blocks_per_second")
 
 _SUFFIXES = {"counter": "_total", "info": "_info"}
@@ -759,6 +759,14 @@ def _probes() -> Iterator[Family]:
         "The numbers of that moment, by what: wanted, free (on the device, by the driver), allocated and reserved.",
         "PyTorch's observer of out-of-memory errors",
         labels=("engine", "process_rank", "gpu", "mig", "what"),
+    )
+    yield family(
+        "oomwatch_probe_files",
+        "Files of oomwatch-probe by what became of them: told (read and believed), silent (no heartbeat), unreadable, "
+        "stranger (of no known engine's process), left_over (its process has ended; removed a minute later).",
+        "/proc and the folders of the configuration",
+        labels=("state",),
+        absent="there is none",
     )
     core = partial(
         family,

@@ -6,14 +6,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import structlog
 
 from oomwatch.config import Config, EngineConfig, ProbeConfig, TlsConfig
 from oomwatch.logs import Repeats
-from oomwatch.observations import Absent, EngineFacts, EngineUpdate, Observation, SourceRun, TargetRemoved, Tick
+from oomwatch.observations import (
+    Absent,
+    EngineFacts,
+    EngineUpdate,
+    Observation,
+    SourceRun,
+    TargetRemoved,
+    Tick,
+    known,
+)
 from oomwatch.snapshot import Snapshot, devices
+from oomwatch.sources.allocator import FILE_STATES, AllocatorSource
 from oomwatch.sources.discovery import Discovery, merge
 from oomwatch.sources.host import HostSource
 from oomwatch.sources.nvml import CallStats, NvmlSource
@@ -47,6 +58,9 @@ class Feed(Protocol):
         """Empty once everything has been read once, else what is still missing."""
 
     def call_stats(self) -> CallStats: ...
+
+    def probe_files(self) -> Mapping[str, int]:
+        """How many files of oomwatch-probe were found at the last pass, by what became of them."""
 
     def release(self) -> str:
         """Give the driver's handles back; empty when done, else why not."""
@@ -96,6 +110,8 @@ class NodeFeed:
         self._discovery = Discovery(table=table)
         self._host = HostSource(publish, clock=clock, table=table)
         self._host_turn = threading.Lock()
+        self._table = table
+        self._probes = self._new_probes()
         self._nvml = self._new_nvml()
         self._first: set[str] = {"GPUs", "engines", "host"}
         self._seen_pids: frozenset[int] = frozenset()
@@ -109,6 +125,7 @@ class NodeFeed:
             "gpus": Job(every.gpu, self.read_gpus),
             "engines": Job(every.discovery, self.find_engines),
             "host": Job(every.host, self.read_host),
+            "probes": Job(self._config.probe.interval, self.read_probes),
             "clock": Job(min(every.gpu, every.scrape, _SLOWEST_CLOCK), lambda: self._publish(Tick(self._clock()))),
         }
         with self._lock:
@@ -173,6 +190,13 @@ class NodeFeed:
             self._seen_pids = listed
         self._first.discard("host")
 
+    def read_probes(self) -> None:
+        """Reads the files of the probes inside the engines' processes."""
+        source = self._probes
+        source.read()
+        faults = [f"{one.path}: {one.why}" for one in source.outcomes if one.state in ("silent", "unreadable")]
+        self._note("probes", "files of oomwatch-probe", "; ".join(faults[:3]))
+
     def engine_names(self) -> tuple[str, ...]:
         """Engines that have a page to scrape."""
         with self._lock:
@@ -185,6 +209,10 @@ class NodeFeed:
 
     def call_stats(self) -> CallStats:
         return self._nvml.call_stats() if self._nvml is not None else {}
+
+    def probe_files(self) -> Mapping[str, int]:
+        found = self._probes.outcomes
+        return {state: sum(outcome.state == state for outcome in found) for state in FILE_STATES} if found else {}
 
     def release(self) -> str:
         if self._nvml is None:
@@ -207,6 +235,8 @@ class NodeFeed:
             if self._nvml is not None:
                 self._nvml.close()
             self._nvml = self._new_nvml()
+        if config.probe.directory != before.probe.directory:
+            self._probes = self._new_probes()
         self._watch(self._found if config.discovery.enabled else ())
 
     def close(self) -> None:
@@ -311,6 +341,29 @@ class NodeFeed:
             deadline=self._config.nvml.deadline,
             process_every=self._config.intervals.processes_every,
             clock=self._clock,
+        )
+
+    def _new_probes(self) -> AllocatorSource:
+        return AllocatorSource(
+            [Path(folder) for folder in self._config.probe.directory],
+            self._publish,
+            self._engine_of,
+            self._devices_of,
+            clock=self._clock,
+            table=self._table,
+        )
+
+    def _engine_of(self, pid: int) -> str | None:
+        for engine in self._snapshot().engines:
+            if pid in (engine.facts.pids or ()) or any(process.pid == pid for process in engine.processes):
+                return engine.name
+        return None
+
+    def _devices_of(self, pid: int) -> tuple[str, ...]:
+        return tuple(
+            view.uuid
+            for view in devices(self._snapshot().gpus)
+            if any(process.pid == pid for process in known(view.processes) or ())
         )
 
     def _listed_pids(self) -> frozenset[int]:

@@ -59,6 +59,9 @@ class DemoFeed:
     def call_stats(self) -> CallStats:
         return {}
 
+    def probe_files(self) -> Mapping[str, int]:
+        return {}
+
     def release(self) -> str:
         return "the demo has no driver whose handles could be given back"
 

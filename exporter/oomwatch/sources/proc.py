@@ -25,6 +25,7 @@ _KEEP_ARGUMENTS_WITH = (b"vllm", b"docker-proxy")
 
 # vLLM and Ray put a title where the arguments were ("VLLM::Worker_TP0", "ray::RayWorkerWrapper.execute_method").
 _TITLE = re.compile(r"([A-Za-z][\w.-]*::[\w.:-]{1,64})(?:[\s\0]|$)")
+_INNER_PID = re.compile(rb"^NSpid:.*?(\d+)$", re.MULTILINE)
 _USELESS_NAMES = frozenset({"pt_main_thread"})  # PyTorch calls the main thread of every program that
 
 
@@ -103,6 +104,23 @@ def shown_title(proc: Path | str, pid: int, comm: str, arguments: bytes) -> str:
         return os.path.basename(os.readlink(f"{proc}/{pid}/exe")).removesuffix(" (deleted)") or comm
     except OSError:
         return os.path.basename(arguments.split(b"\0", 1)[0]).decode(errors="replace").split(" ")[0] or comm
+
+
+def pid_namespace(proc: Path | str, pid: int | str = "self") -> int | None:
+    """The inode of a process' pid namespace; None when it may not be asked for, as another user's."""
+    try:
+        return int(os.readlink(f"{proc}/{pid}/ns/pid").partition("[")[2].rstrip("]"))
+    except (OSError, ValueError):
+        return None
+
+
+def pid_in_namespace(proc: Path | str, pid: int) -> int | None:
+    """A process' pid as it sees it itself: the last of NSpid in /proc/PID/status (Linux 4.1)."""
+    try:
+        found = _INNER_PID.search(read_bytes(f"{proc}/{pid}/status"))
+    except OSError:
+        return None
+    return int(found.group(1)) if found else None
 
 
 def sees_host_pids(proc: Path = PROC) -> bool:
