@@ -117,7 +117,9 @@ def test_every_key_outside_lists_has_a_variable_that_sets_it() -> None:
             config = getattr(config, part)
         assert config is not None, setting.variable
         shown = setting.field.shown(config)
-        assert shown == value or config in ((), (":7",), ("/x",), {"X-Scope-OrgID": "x"}, {"cluster": "x"}), setting.variable
+        assert shown == value or config in ((), (":7",), ("/x",), {"X-Scope-OrgID": "x"}, {"cluster": "x"}), (
+            setting.variable
+        )
 
 
 def test_lists_of_sections_are_given_as_yaml_in_a_variable() -> None:
