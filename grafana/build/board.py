@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,7 +52,11 @@ class Board:
         )
 
     def text(self) -> str:
-        return str(JSONEncoder(sort_keys=True, indent=2).encode(self.built())) + "\n"
+        plain = json.loads(JSONEncoder().encode(self.built()))
+        # The SDK hides both in a menu, always; without the key they stand above the panels.
+        for shown in (*plain["links"], *plain["annotations"].get("list", ())):
+            del shown["placement"]
+        return json.dumps(plain, sort_keys=True, indent=2) + "\n"
 
     def _laid_out(self) -> list[dashboard.Panel | dashboard.RowPanel]:
         found: list[dashboard.Panel | dashboard.RowPanel] = []
