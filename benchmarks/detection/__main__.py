@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -167,7 +168,7 @@ def outcome_of(scenario: Scenario, work: Options, whole: bool | None = None) -> 
     ``whole``: ask for every verdict until the end; of faults, one run in :data:`WHOLE` unless said.
     """
     begin = time.process_time()
-    run = build(scenario, Traces(work.traces))
+    run = build(scenario, _traces(work.traces))
     if run is None:
         return None
     if whole is None:
@@ -201,6 +202,12 @@ def outcome_of(scenario: Scenario, work: Options, whole: bool | None = None) -> 
         others,
         round(time.process_time() - begin, 1),
     )
+
+
+@lru_cache(maxsize=1)
+def _traces(folder: Path | None) -> Traces:
+    """Read once in each process."""
+    return Traces(folder)
 
 
 def _detector(name: str) -> Detector:
