@@ -145,6 +145,12 @@ class TestWhoIsTold:
     def test_nobody_what_the_allocator_of_a_stranger_tells(self) -> None:
         assert not Court("held").hear(FACTS, AllocatorReport(20, 999, "GPU-1")).witnesses()
 
+    def test_an_engine_the_last_word_of_a_process_of_it_that_has_ended(self) -> None:
+        report = AllocatorReport(20, 999, "GPU-1", engine="llm")
+        court = Court("engine", "held").hear(FACTS, scrape(10, rank()), report)
+        assert [type(sample) for sample in court.witness(LLM).told][-1] is AllocatorSample
+        assert court.witnesses().keys() == {LLM}
+
     def test_a_rank_whose_its_blocks_are(self) -> None:
         owners = BlockOwners(20, 100, "1", 19, total=10, free=5, living=3, finished=1, ownerless=1)
         court = Court("rank").hear(FACTS, owners)

@@ -398,9 +398,9 @@ class Judge:
 
     def _allocator(self, report: AllocatorReport) -> None:
         holder = self.node.holder(report.pid)
-        if holder.kind != "engine":
+        engine = holder.name if holder.kind == "engine" else report.engine
+        if engine is None:
             return
-        engine = holder.name
         life = self._life(engine)
         sample = AllocatorSample(
             t=self.node.t,
@@ -412,7 +412,8 @@ class Judge:
             ready_since=life.ready_since or None,
             asleep=self.node.engine(engine).state == "sleeping",
         )
-        self._tell(self._seats("held", engine, report.gpu, report.pid), sample)
+        if holder.kind == "engine":  # else it is the last word of a process that has ended
+            self._tell(self._seats("held", engine, report.gpu, report.pid), sample)
         self._tell(self._seats("engine", engine), sample)
 
     def _counted(self, owners: BlockOwners) -> None:
