@@ -19,6 +19,7 @@ from oomwatch.detectors.base import (
     Finding,
     HeldSample,
     HostSample,
+    LogSample,
     OwnersSample,
     ProbeSample,
     ProcessEnd,
@@ -45,10 +46,12 @@ from oomwatch.observations import (
     Gap,
     GpuPoll,
     HostProcess,
+    LogLine,
     Maybe,
     Observation,
     ProbeResult,
     ProcessGone,
+    SourceRun,
     TargetRemoved,
     Tick,
     known,
@@ -191,6 +194,9 @@ class Judge:
 
     def apply(self, observation: Observation) -> None:
         """Fold one observation in and tell the detectors. At a tick, conclude."""
+        if isinstance(observation, LogLine):
+            self._read_log(observation)
+            return
         holder = self.node.holder(observation.pid) if isinstance(observation, ProcessGone) else None
         self.node.apply(observation)
         match observation:
@@ -206,6 +212,8 @@ class Judge:
                 self._allocator(observation)
             case BlockOwners():
                 self._counted(observation)
+            case SourceRun() if observation.source == "log":
+                self._tell_engine(LogSample(self.node.t, observation.target, observation.ok))
             case ProcessGone() if holder is not None:
                 self._ended(observation.pid, holder)
             case EngineUpdate() if observation.gone:
@@ -294,7 +302,7 @@ class Judge:
         self._tell(self._seats("engine", sample.engine), sample)
         self._tell(self._concerned(sample.engine), sample)
 
-    def _tell_engine(self, sample: EngineSample) -> None:
+    def _tell_engine(self, sample: EngineSample | LogSample) -> None:
         self._tell(self._seats("engine", sample.engine), sample)
         for key, seats in self.memory.seats.items():
             if key[0] == "rank" and key[1] == sample.engine:
@@ -395,6 +403,12 @@ class Judge:
             self._tell(self._seats("engine", engine), sample)
 
     # --- what the engines' own processes tell ------------------------------------------------------------------
+
+    def _read_log(self, line: LogLine) -> None:
+        news = self.node.read_log(line)
+        now = self.node.story(line.engine).now
+        if now is not None:
+            self._tell_engine(LogSample(self.node.t, line.engine, True, news, now))
 
     def _allocator(self, report: AllocatorReport) -> None:
         holder = self.node.holder(report.pid)

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from oomwatch import units
 from oomwatch.attribution import Attribution, Neighbour, engine_overhead, held_memory, unowned_memory
+from oomwatch.enginelog.lines import entry_of, told_facts
+from oomwatch.enginelog.story import News, Story
 from oomwatch.observations import (
     IMPLAUSIBLE,
     MIG_ENABLED,
@@ -29,6 +31,7 @@ from oomwatch.observations import (
     GpuProcess,
     HostMemory,
     HostProcess,
+    LogLine,
     Maybe,
     Memory,
     MigInstance,
@@ -122,6 +125,7 @@ class _Engine:
     progressed: dict[str, float] = field(default_factory=dict)  # by rank: when these last moved, or work was lacking
     restarts: int = 0
     gone_at: float | None = None
+    story: Story = field(default_factory=Story)  # its log's
 
 
 # Read in each few polls of a device; a value stands until the next or until process lists would be stale.
@@ -223,6 +227,27 @@ class Node:
         engine = self._engines.get(name)
         return EngineFacts(name=name) if engine is None else engine.facts
 
+    def read_log(self, line: LogLine) -> News | None:
+        """Fold a line of an engine's log in; what is new about how the engine fares."""
+        self._t = max(self._t, line.t)
+        entry = entry_of(line)
+        if entry is None:
+            return None
+        engine = self._engines.get(line.engine)
+        if engine is None:
+            self._attribution_made = None
+            engine = self._engines[line.engine] = _Engine(EngineFacts(name=line.engine))
+        facts = told_facts(engine.facts, entry)
+        if facts != engine.facts:
+            self._attribution_made = None
+            engine.facts = facts
+        return engine.story.apply(line.t - entry.age, entry)
+
+    def story(self, name: str) -> Story:
+        """What the log of an engine has told; nothing where none was read."""
+        engine = self._engines.get(name)
+        return Story() if engine is None else engine.story
+
     def list_is_new(self, uuid: str) -> bool:
         """Whether the latest poll of a device (or of a slice's parent) read its process list."""
         for gpu in self._gpus.values():
@@ -274,6 +299,8 @@ class Node:
                 self._host = observation
             case EngineUpdate():
                 self._apply_facts(observation)
+            case LogLine():
+                self.read_log(observation)
             case XidEvent():
                 self._apply_xid(observation)
             case DriverReport():
@@ -361,6 +388,7 @@ class Node:
         if not isinstance(scrape.version, Absent) and scrape.version != engine.facts.vllm_version:
             engine.facts = replace(engine.facts, vllm_version=scrape.version)
         self._follow_progress(engine, scrape)
+        engine.story.answered(self._t, engine.restarts)
         engine.last_answer = scrape
 
     def _follow_progress(self, engine: _Engine, scrape: EngineScrape) -> None:

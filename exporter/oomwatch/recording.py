@@ -26,6 +26,8 @@ from types import TracebackType
 from typing import IO, Any, TypeVar, cast
 
 from oomwatch.attribution import Attribution
+from oomwatch.enginelog.events import plain
+from oomwatch.enginelog.lines import entry_of
 from oomwatch.observations import (
     NOT_KNOWN,
     NOT_READ,
@@ -521,13 +523,19 @@ class Decoder:
         return _state_of(scrape.optional("error", scrape.text) or "")
 
     def _log(self, t: float, log: _Fields) -> Observation:
-        return LogLine(
+        line = LogLine(
             t,
             log.text("engine"),
             line=log.optional("line", log.text),
             event=log.optional("event", log.text),
             fields=log.plain("fields"),
         )
+        try:
+            entry = entry_of(line)
+        except ValueError as problem:
+            raise _Malformed(f"log.fields: {problem}") from None
+        # A raw line is read once, here: whoever records it anew without its text keeps its numbers.
+        return replace(line, event=entry.event.name, fields=plain(entry)) if entry and line.event is None else line
 
     def _allocator(self, t: float, report: _Fields) -> Observation:
         stats = report.section("stats")

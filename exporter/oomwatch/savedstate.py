@@ -23,6 +23,8 @@ LARGEST_BYTES = 128 * 1024**2  # of a state before compression
 
 _MODULES = (
     "oomwatch.attribution",
+    "oomwatch.enginelog.events",
+    "oomwatch.enginelog.story",
     "oomwatch.incidents",
     "oomwatch.judge",
     "oomwatch.node",
@@ -92,5 +94,5 @@ def fingerprint() -> str:
 def _sources() -> Iterator[Path]:
     package = Path(oomwatch.__file__).parent
     for module in _MODULES:
-        yield package / f"{module.partition('.')[2]}.py"
+        yield package / f"{module.partition('.')[2].replace('.', '/')}.py"
     yield from sorted((package / "detectors").glob("*.py"))

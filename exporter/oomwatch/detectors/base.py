@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+from oomwatch.enginelog.story import News, StartUp
 from oomwatch.observations import (
     AllocatorReport,
     BlockOwners,
@@ -215,6 +216,21 @@ class HostSample(NamedTuple):
 
 
 @dataclass(frozen=True)
+class LogSample:
+    """What an engine's log told, or only whether it can be read (``readable``).
+
+    ``news`` is what is new of how the engine fares; ``start`` is its latest start as it stands, to be looked at and
+    not to be kept: it goes on changing.
+    """
+
+    t: float
+    engine: str
+    readable: bool
+    news: News | None = None
+    start: StartUp | None = None
+
+
+@dataclass(frozen=True)
 class ProcessEnd:
     """A process that a GPU listed or an engine owned has ended. ``holder`` is whose it was."""
 
@@ -251,7 +267,8 @@ class Resumed:
 
 
 Sample = (
-    RankSample
+    LogSample
+    | RankSample
     | EngineSample
     | DeviceSample
     | HeldSample

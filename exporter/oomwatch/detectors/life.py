@@ -1,4 +1,4 @@
-"""An engine's life: starts that fail, and deaths that repeat. From pages and processes alone, without its log."""
+"""An engine's life: starts that fail, and deaths that repeat. From pages and processes, and its log where one is."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from oomwatch.detectors.base import (
     Evidence,
     Finding,
     HostSample,
+    LogSample,
     ProcessEnd,
     RankSample,
     Sample,
@@ -24,9 +25,12 @@ from oomwatch.detectors.base import (
     Subject,
     unknown,
 )
+from oomwatch.detectors.outcomes import STEP_WORDS, shortage_evidence, shortage_text
 from oomwatch.detectors.service import ANSWERED, GIB, MIB, Service
 from oomwatch.detectors.standing import Standing
 from oomwatch.detectors.statistics import median
+from oomwatch.enginelog.killer import cause_of
+from oomwatch.enginelog.story import Ended, News, Refusal, Shortage
 from oomwatch.observations import Absent, Memory, RankReading, known
 from oomwatch.settings import Duration, Section, Size
 from oomwatch.snapshot import HeldProcess, Holder
@@ -36,6 +40,7 @@ _SURE_AFTER = 30.0  # seconds for which the processes of a start stay away befor
 _SHORTEST_START = 2.0  # seconds: what ends sooner never took a model's memory
 _TRACE = 64 * MIB  # a listed process that never held more may be the list's noise
 _KEPT = 64  # events that are remembered one by one
+_ONE_FAILURE = 60.0  # seconds within which several words of a failure are of the same one
 
 
 # --- starts ------------------------------------------------------------------------------------------------------
@@ -243,9 +248,10 @@ class StartupOomSettings(Section):
 
 
 class StartupOom:
-    """The engine's starts fail, as far as pages and processes tell: its memory climbs and vanishes without a page.
+    """The engine ran out of memory before it served: by its log, whose word goes before all others.
 
-    Without the log the cause is not known, and the evidence says so. About 10 KiB.
+    Of starts that no log tells of, pages and processes do: memory climbs and vanishes without a page. The cause is not
+    known then, and the evidence says so. About 12 KiB.
     """
 
     verdict = "startup-oom"
@@ -257,27 +263,62 @@ class StartupOom:
         self._failed: deque[FailedStart] = deque(maxlen=_KEPT)  # since a page was last answered
         self._standing = Standing(ticket_s=settings.ticket_hold)
         self._last: FailedStart | None = None
+        self._told: float | None = None  # when the log last told of a start
+        self._ran_out: list[Shortage] = []  # of the last start that ran out by its log
+        self._ran_out_starts = 0  # in a row
 
     def observe(self, sample: Sample) -> None:
         """Count failed starts until one succeeds."""
+        if isinstance(sample, LogSample):
+            if sample.start is not None:
+                self._told = sample.start.last
+            if isinstance(sample.news, Shortage) and sample.news.serving is False:
+                self._told_of(sample.news)
+            return
         self._note(self._starts.observe(sample))
         if isinstance(sample, EngineSample) and sample.state in ANSWERED and sample.state != "dead":
             self._failed.clear()
+            self._ran_out_starts = 0
+
+    def _told_of(self, shortage: Shortage) -> None:
+        if not self._ran_out or shortage.t - self._ran_out[-1].t > _ONE_FAILURE:
+            self._ran_out = []
+            self._ran_out_starts += 1
+        if len(self._ran_out) < _KEPT:
+            self._ran_out.append(shortage)
 
     def _note(self, failed: FailedStart | None) -> None:
-        if failed is not None:
-            self._failed.append(failed)
-            self._last = failed
+        if failed is None or (self._told is not None and self._told >= failed.t - failed.seconds - _ONE_FAILURE):
+            return  # none, or one of which the log has told what there is to tell
+        self._failed.append(failed)
+        self._last = failed
 
     def conclude(self, t: float) -> Finding:
         """Judge the failed starts since the last page."""
         self._note(self._starts.settle(t))
         return self._standing.settle(t, self._now(t))
 
+    def _by_log(self, t: float) -> Finding | None:
+        if not self._ran_out or not self._ran_out_starts or t - self._ran_out[-1].t > self.settings.within:
+            return None
+        first, count = self._ran_out[0], self._ran_out_starts
+        cause = cause_of(first.error)
+        evidence = {**shortage_evidence(self._ran_out, cause), "failed_starts": count, "last_failure": first.t}
+        times = f", {count} times in a row" if count > 1 else ""
+        step = f" {STEP_WORDS[first.step]}" if first.step is not None else " while starting"
+        summary = (
+            f"{self.subject.engine} ran out of memory{step}{times}, the last {units.ago(first.t, t)}: "
+            f"{shortage_text(first, cause)}."
+        )
+        return Finding("ticket", max(0.8, cause.confidence), summary, evidence, killer=cause.killer)
+
     def _now(self, t: float) -> Finding:
+        told = self._by_log(t)
+        if told is not None:
+            return told
         last = self._last
         if not self._starts.seen:
-            return unknown("the engine has not been seen yet")
+            return CLEAR if self._told is not None else unknown("the engine has not been seen yet")
         if last is None or t - last.t > self.settings.within:
             return CLEAR
         recent = [failed for failed in self._failed if t - failed.t <= self.settings.within]
@@ -368,9 +409,14 @@ class CrashLoop:
         self._shape: _Shape | None = None
         self._shape_is_new = False
         self._worst: State = "clear"
+        self._told_end: float | None = None  # the last end that the log told of
+        self._told_life: float | None = None  # the life that ended then, whose front end may go on answering
 
     def observe(self, sample: Sample) -> None:
         """Follow lives and count their ends."""
+        if isinstance(sample, LogSample):
+            self._told(sample.news)
+            return
         self._failed(self._starts.observe(sample))
         match sample:
             case RankSample():
@@ -387,11 +433,29 @@ class CrashLoop:
             case ProcessEnd():
                 self._went(sample.t, sample.pid)
 
+    def _told(self, news: News | None) -> None:
+        if not isinstance(news, (Ended, Refusal)):
+            return
+        t = news.t
+        if self._told_end is not None and abs(t - self._told_end) <= _ONE_FAILURE:
+            return  # a refusal and the end that follows
+        if self._alive and self._followed is not None:
+            self._told_end, self._told_life = t, self._followed
+            self._die(t, certain=True)
+        elif not self._deaths or t - self._deaths[-1].t > _ONE_FAILURE:
+            self._told_end = t
+            self._deaths.append(_Death(t, start=True, had_work=None, certain=True))
+
     def _failed(self, failed: FailedStart | None) -> None:
-        if failed is not None and failed.sure:
-            self._deaths.append(_Death(failed.t, start=True, had_work=None, certain=True))
+        if failed is None or not failed.sure:
+            return
+        if self._told_end is not None and failed.t - failed.seconds <= self._told_end <= failed.t + _ONE_FAILURE:
+            return  # the log has told of it
+        self._deaths.append(_Death(failed.t, start=True, had_work=None, certain=True))
 
     def _answered(self, sample: EngineSample) -> None:
+        if self._told_life is not None and self._life == self._told_life:
+            return
         another = self._followed is not None and self._life != self._followed
         if another:
             self._die(sample.t, certain=True)
@@ -431,7 +495,7 @@ class CrashLoop:
         if self._deaths and t - self._deaths[-1].t > self._survival():
             self._deaths.clear()
             self._worst = "clear"
-        if not self._starts.seen:
+        if not self._starts.seen and self._told_end is None:
             return unknown("the engine has not been seen yet")
         state = self._state(t)
         # A loop whose deaths lie further apart than it took to tell is the same loop still.

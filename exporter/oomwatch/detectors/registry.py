@@ -51,6 +51,7 @@ from oomwatch.detectors.memory import (
     OrphanMemory,
     OrphanMemorySettings,
 )
+from oomwatch.detectors.outcomes import RuntimeOom, RuntimeOomSettings, StartupRefused, StartupRefusedSettings
 from oomwatch.detectors.tail_waste import KvTailWaste, KvTailWasteSettings
 from oomwatch.settings import Section
 
@@ -84,7 +85,9 @@ KINDS: tuple[Kind, ...] = (
     Kind("headroom-low", "device", HeadroomLow, HeadroomLowSettings),
     Kind("budget-overrun", "engine", BudgetOverrun, BudgetOverrunSettings),
     Kind("orphan-memory", "device", OrphanMemory, OrphanMemorySettings),
+    Kind("startup-refused", "engine", StartupRefused, StartupRefusedSettings),
     Kind("startup-oom", "engine", StartupOom, StartupOomSettings),
+    Kind("runtime-oom", "engine", RuntimeOom, RuntimeOomSettings),
     Kind("crash-loop", "engine", CrashLoop, CrashLoopSettings),
     Kind("gpu-lost", "device", GpuLost, GpuLostSettings),
     Kind("nvml-stuck", "device", NvmlStuck, NvmlStuckSettings),

@@ -272,11 +272,16 @@ class Origin:
 
 @dataclass(frozen=True)
 class Entry:
-    """An event with its origin. ``clock`` is the line's own time, seconds since the year began, in the log's zone."""
+    """An event with its origin.
+
+    ``clock`` is the line's own time, seconds since a leap year began, in the log's zone. ``age`` is how many seconds
+    before its observation the line was written, where it was read back.
+    """
 
     event: Event
     origin: Origin = Origin()
     clock: float | None = None
+    age: float = 0.0
 
 
 # --- as plain data -----------------------------------------------------------------------------------------------
@@ -290,6 +295,7 @@ def plain(entry: Entry) -> dict[str, Any]:
     return {
         **{name: value for name, value in given.items() if value is not None},
         **{f"from_{name}": value for name, value in origin.items() if value != default[name]},
+        **({"age": round(entry.age, 3)} if entry.age else {}),
     }
 
 
@@ -308,7 +314,7 @@ def from_plain(name: str, data: Mapping[str, Any]) -> Entry | None:
         if data.get(f"from_{f.name}") is not None
     }
     try:
-        return Entry(kind(**given), Origin(**origin))
+        return Entry(kind(**given), Origin(**origin), age=_checked("age", data.get("age", 0.0), "float"))
     except TypeError as error:
         raise ValueError(f"the event {name} is incomplete: {error}") from None
 

@@ -6,10 +6,10 @@ refusals and errors.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from oomwatch.enginelog.events import (
     Budget,
@@ -29,6 +29,7 @@ from oomwatch.enginelog.events import (
     Step,
     Stopped,
 )
+from oomwatch.enginelog.killer import cause_of
 
 Part = TypeVar("Part", Budget, KvPool, Settings)
 
@@ -57,9 +58,23 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Refusal:
+    """A start that was refused."""
+
     t: float
     refused: Refused
     origin: Origin
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An engine ended by an error; ``ready`` is when it had begun to serve, None where it never did."""
+
+    t: float
+    died: Died
+    ready: float | None
+
+
+News: TypeAlias = Refusal | Shortage | Ended
 
 
 @dataclass
@@ -119,10 +134,15 @@ class StartUp:
 
 
 class Story:
-    """Folds the entries of one engine's log, in their order. ``starts`` are the latest, the present one last."""
+    """Folds the entries of one engine's log, in their order. ``starts`` are the latest, the present one last.
+
+    ``ran_out`` counts failures of the allocator by killer and by what it did to the engine (``startup``, ``runtime``):
+    one for all ranks that ran out within a minute.
+    """
 
     def __init__(self) -> None:
         self.starts: deque[StartUp] = deque(maxlen=STARTS_KEPT)
+        self.ran_out: Counter[tuple[str, str]] = Counter()
         self._steps: dict[int | None, tuple[float, str]] = {}  # by pid: the last telling line of a traceback
 
     @property
@@ -144,12 +164,15 @@ class Story:
         if now.phase == "serving":
             now.life = life
 
-    def apply(self, t: float, entry: Entry) -> None:
-        """Fold one entry in; ``t`` is unix time, or any clock that the whole log shares."""
+    def apply(self, t: float, entry: Entry) -> News | None:
+        """Fold one entry in; ``t`` is unix time, or any clock that the whole log shares.
+
+        Gives what is new about how the engine fares: what another process only repeats is None.
+        """
         event, origin = entry.event, entry.origin
         if isinstance(event, Step):
             self._step(t, origin.pid, event.step)
-            return
+            return None
         now = self._start_of(t, entry)
         now.last = t
         match event:
@@ -173,15 +196,16 @@ class Story:
                 now.preempted = event.total
                 now.ready = t if now.ready is None else now.ready
             case Refused():
-                self._refused(t, now, event, origin)
+                return self._refused(t, now, event, origin)
             case OutOfMemory():
-                self._ran_out(t, now, event, origin)
+                return self._ran_out(t, now, event, origin)
             case Died():
-                self._died(t, now, event)
+                return self._died(t, now, event)
             case Stopped() if now.died is None:
                 now.stopped = t if now.stopped is None else now.stopped
             case Slept():
                 now.slept = event
+        return None
 
     # --- which start -----------------------------------------------------------------------------------------
 
@@ -230,21 +254,29 @@ class Story:
         found = self._steps.pop(pid, None)
         return found[1] if found is not None and t - found[0] <= _FRAMES_LAST else None
 
-    def _refused(self, t: float, now: StartUp, event: Refused, origin: Origin) -> None:
+    def _refused(self, t: float, now: StartUp, event: Refused, origin: Origin) -> Refusal | None:
         self._steps.pop(origin.pid, None)
         said = any(refusal.refused == event and t - refusal.t <= _SAME_FAILURE for refusal in now.refusals)
-        if not said and len(now.refusals) < _ERRORS_KEPT:
-            now.refusals.append(Refusal(t, event, origin))
+        if said or len(now.refusals) >= _ERRORS_KEPT:
+            return None
+        now.refusals.append(Refusal(t, event, origin))
+        return now.refusals[-1]
 
-    def _ran_out(self, t: float, now: StartUp, event: OutOfMemory, origin: Origin) -> None:
+    def _ran_out(self, t: float, now: StartUp, event: OutOfMemory, origin: Origin) -> Shortage | None:
         step = self._step_of(t, origin.pid)
         if step is None and event.dummy_requests is not None:
             step = "warm_up"
         step = step or ("serve" if now.ready is not None else self._step_by_budget(now))
         serving = None if step is None else step == "serve"
-        same = (one for one in now.shortages if t - one.t <= _SAME_FAILURE and _repeats(one, event, origin))
-        if next(same, None) is None and len(now.shortages) < _ERRORS_KEPT:
-            now.shortages.append(Shortage(t, event, origin, step, serving))
+        recent = [one for one in now.shortages if t - one.t <= _SAME_FAILURE]
+        if any(_repeats(one, event, origin) for one in recent):
+            return None
+        if not recent:
+            self.ran_out[cause_of(event).killer, "startup" if serving is False else "runtime"] += 1
+        if len(now.shortages) >= _ERRORS_KEPT:
+            del now.shortages[0]
+        now.shortages.append(Shortage(t, event, origin, step, serving))
+        return now.shortages[-1]
 
     @staticmethod
     def _step_by_budget(now: StartUp) -> str | None:
@@ -259,12 +291,15 @@ class Story:
         return "profile" if any(budget.weights is not None for budget in budgets) else "load"
 
     @staticmethod
-    def _died(t: float, now: StartUp, event: Died) -> None:
+    def _died(t: float, now: StartUp, event: Died) -> Ended | None:
         if now.stopped is not None:
-            return  # a server that is told to stop reports the end of its parts as an error
-        now.died = t if now.died is None else now.died
+            return None  # a server that is told to stop reports the end of its parts as an error
         if event not in now.deaths and len(now.deaths) < _ERRORS_KEPT:
             now.deaths.append(event)
+        if now.died is not None:
+            return None
+        now.died = t
+        return Ended(t, event, now.ready)
 
 
 def _progressed(now: StartUp) -> bool:
