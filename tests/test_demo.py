@@ -19,6 +19,7 @@ from oomwatch.judge import Judge
 from oomwatch.node import Cadence, Node
 from oomwatch.observations import (
     Absent,
+    AllocatorReport,
     EngineScrape,
     GpuPoll,
     HostProcess,
@@ -340,6 +341,38 @@ def test_fragmentation_takes_memory_in_steps_until_the_engine_dies_of_it() -> No
     assert all(memory(moment.gpu(0)).used < 2**30 for moment in gone)
     assert all(not moment.engine("llama-70b").processes for moment in gone)
     assert told("fragmentation")[-1].engine("llama-70b").restarts == 1
+
+
+def test_the_probes_see_how_the_growth_lies_in_ever_more_pieces_until_none_is_large_enough() -> None:
+    grows = during("fragmentation", "grows in steps")
+    reports = [moment.engine("llama-70b").allocators for moment in grows]
+    assert all(len(told) == 2 for told in reports)
+    free = [number(told[0].free) for told in reports]
+    assert free == sorted(free)
+    assert free[-1] - free[0] > 2 * 2**30
+    last = reports[-1][0]
+    assert number(last.largest_free_block) + memory(grows[-1].gpu(0)).free < 512 * 2**20 < number(last.free)
+    assert last.stats["num_alloc_retries"] >= 2
+    (words, *_) = [
+        observation
+        for observation in of(AllocatorReport, told("fragmentation"))
+        if isinstance(observation, AllocatorReport) and observation.failure is not None
+    ]
+    failure = words.failure
+    assert failure is not None
+    free_in_all = number(failure.free) + number(failure.reserved) - number(failure.allocated)
+    assert number(failure.free) < number(failure.wanted) <= free_in_all
+    assert told("fragmentation")[-1].engine("llama-70b").allocators[0].failure is None
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_every_block_has_its_owner_but_those_that_are_lost(story: str) -> None:
+    for moment in told(story):
+        for owners in moment.engine("llama-70b").owners:
+            assert owners.free + owners.living + owners.finished + number(owners.ownerless) == owners.total
+            assert story == "leak" or owners.ownerless == 0
+    lost = [number(one.ownerless) for moment in told("leak") for one in moment.engine("llama-70b").owners]
+    assert max(lost) > 1000
 
 
 def test_a_leak_raises_the_idle_floor_batch_by_batch_until_nothing_runs() -> None:

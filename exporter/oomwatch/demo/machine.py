@@ -274,6 +274,16 @@ class _Loss:
     gpu_owed: int = field(default=0, init=False)
 
 
+@dataclass(frozen=True)
+class LastWord:
+    """An allocation that failed and ended a worker: unix time, what lay in pieces then, what the driver had free."""
+
+    process: Process
+    t: float
+    fragments: int
+    free: int
+
+
 class Server:
     """A vLLM server and its processes.
 
@@ -287,6 +297,9 @@ class Server:
         self.demand = self._usual_demand = demand
         self.load = spec.load
         self.loss = _Loss()
+        self.fragments = 0  # bytes of each worker that lie in small pieces
+        self.retries = 0  # times that its allocators gave their caches back
+        self.last_words: list[LastWord] = []  # until they are reported
         self.started_unix = 0.0
         self.ranks: tuple[Rank, ...] = ()
         self._machine = machine
@@ -412,6 +425,7 @@ class Server:
         """All its processes end at once."""
         self._machine.end(self.processes)
         self.state, self.ranks, self.loss = "down", (), _Loss()
+        self.fragments = self.retries = 0
 
     def crash(self, orphan: Process | None = None) -> None:
         """The engine dies and takes the server with it; ``orphan`` stays behind, with its memory and without parent."""
@@ -420,7 +434,13 @@ class Server:
         self.stop()
 
     def die(self) -> None:
-        """The engine core and its workers die; the API server says so for a moment, then goes as well."""
+        """Allocations of its workers fail: they and the engine core die, the API server says so and goes as well."""
+        t = self._machine.unix(self._machine.now)
+        self.last_words += [
+            LastWord(worker, t, self.fragments, self._machine.gpu_free(worker.gpu))
+            for worker in self.workers
+            if worker.gpu is not None
+        ]
         self._machine.end([process for process in self.processes if process.role in ("engine_core", "worker")])
         self.state, self._since = "dead", self._machine.now
 
@@ -446,6 +466,13 @@ class Server:
         """Each worker takes ``size`` more bytes of its GPU."""
         for worker in self.workers:
             worker.gpu_bytes += size
+
+    def fragment(self, size: int) -> None:
+        """As grow, and what is taken lies in small pieces that nothing fits; near the end caches are given back."""
+        self.grow(size)
+        self.fragments += size
+        if min(self._machine.gpu_free(gpu) for gpu in self.spec.gpus) < 1_024 * MIB:
+            self.retries += 1
 
     def as_usual(self) -> None:
         """The usual traffic again, and nothing that goes wrong."""

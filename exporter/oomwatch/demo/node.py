@@ -18,6 +18,7 @@ from oomwatch.demo.machine import (
     Process,
     Server,
 )
+from oomwatch.demo.probes import probed
 from oomwatch.demo.stories import check_story, tell
 from oomwatch.observations import (
     Absent,
@@ -117,6 +118,7 @@ class DemoNode:
             yield _host_process(t, process)
         yield HostMemory(t, HOST_TOTAL, machine.host_available)
         yield SourceRun(t, "host", "", True, self._took(0.006))
+        yield from probed(machine, machine.llama, t)
         for server in machine.servers:
             scrape = self._scrape(t, server)
             yield scrape

@@ -91,14 +91,14 @@ def _fragmentation(machine: Machine) -> Iterator[Phase]:
     def memory() -> str:
         return (
             f"each worker of llama-70b holds {grown // MIB} MiB more than at its start, "
-            f"{machine.gpu_free(gpus[0]) // MIB} MiB of GPU 0 are free"
+            f"{machine.gpu_free(gpus[0]) // MIB} MiB of GPU 0 are free, and {llama.fragments // MIB} MiB lie in pieces"
         )
 
     while True:
         step = machine.rng.randrange(192, 321, 2) * MIB
         if step > min(machine.gpu_free(gpu) for gpu in gpus) - 64 * MIB:
             break
-        llama.grow(step)
+        llama.fragment(step)
         grown += step
         yield Phase("GPU memory of llama-70b grows in steps, at an even KV usage", 18, memory)
     llama.die()
