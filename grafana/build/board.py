@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +35,8 @@ class Board:
     span: str = "now-6h"
 
     def built(self) -> dashboard.Dashboard:
+        for shown in (*self.links, *self.annotations):
+            shown.placement = None  # the SDK hides both in a menu
         return dashboard.Dashboard(
             uid=self.uid,
             title=self.title,
@@ -52,11 +53,7 @@ class Board:
         )
 
     def text(self) -> str:
-        plain = json.loads(JSONEncoder().encode(self.built()))
-        # The SDK hides both in a menu, always; without the key they stand above the panels.
-        for shown in (*plain["links"], *plain["annotations"].get("list", ())):
-            del shown["placement"]
-        return json.dumps(plain, sort_keys=True, indent=2) + "\n"
+        return str(JSONEncoder(sort_keys=True, indent=2).encode(self.built())) + "\n"
 
     def _laid_out(self) -> list[dashboard.Panel | dashboard.RowPanel]:
         found: list[dashboard.Panel | dashboard.RowPanel] = []
