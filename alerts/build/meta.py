@@ -109,6 +109,18 @@ def _alerts(links: Links) -> Iterator[Alert]:
     )
     yield _alert(
         links,
+        "OomwatchNotificationsWaiting",
+        "oomwatch_notifications_waiting > 0",
+        "warning",
+        "15m",
+        summary="oomwatch on {{ $labels.instance }} cannot tell {{ $labels.target }} of its alerts",
+        description="For 15 minutes {{ $labels.target }} has not accepted all that oomwatch tells it directly: "
+        "{{ $value }} alerts or ends of alerts wait. Who relies on direct mode hears of no leak and no stuck engine.",
+        action="Read oomwatch's log for why it is not accepted; then run oomwatch alerts test on the node.",
+        comment="Direct mode tries again after a minute at most, so what waits for long is no short absence.",
+    )
+    yield _alert(
+        links,
         "OomwatchConfigReloadFailed",
         "oomwatch_config_last_reload_successful == 0",
         "warning",

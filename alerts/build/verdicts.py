@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from alerts.build.links import Links
 from alerts.build.model import Alert, Group, Recording, RuleFile
@@ -14,7 +14,9 @@ from oomwatch.verdicts import CATALOGUE, Entry
 
 INTERVAL = "15s"
 TWO_EVALUATIONS = "30s"
-KEEP = "5m"
+# A page goes on for two evaluations longer than its ticket. If both ended at once, Alertmanager could hear of the end
+# of the page first, and would send the ticket that it no longer holds back.
+KEEP: Mapping[State, str] = {"page": "5m30s", "ticket": "5m"}
 
 SEVERITIES: tuple[tuple[State, str], ...] = (("page", "critical"), ("ticket", "warning"))
 
@@ -140,7 +142,7 @@ def _alert(entry: Entry, state: State, severity: str, links: Links) -> Alert:
         # A ticket stays while it pages, so that it need not come again; Alertmanager holds it back meanwhile.
         expr=f'{INCIDENTS}{{verdict="{entry.name}"}} >= {LEVEL[state]}',
         wait=TWO_EVALUATIONS,
-        keep=KEEP,
+        keep=KEEP[state],
         severity=severity,
         annotations={
             "summary": f"{_SELECT}{_WHO} on {{{{ $labels.instance }}}}: {entry.says}{_TIME_LEFT_SHORT}",
