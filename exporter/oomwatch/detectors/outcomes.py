@@ -1,7 +1,11 @@
-"""What an engine's log says of its end: a start that was refused, an allocator that ran out. Its numbers decide."""
+"""What an engine's log says of its end: a start that was refused, an allocator that ran out. Its numbers decide.
+
+Where no log is read, the probe inside a worker has the same numbers of an allocation that failed.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from pydantic import Field
@@ -9,10 +13,12 @@ from pydantic import Field
 from oomwatch import units
 from oomwatch.detectors.base import (
     CLEAR,
+    AllocatorSample,
     EngineSample,
     Evidence,
     Finding,
     LogSample,
+    ProcessEnd,
     Sample,
     State,
     Subject,
@@ -20,13 +26,14 @@ from oomwatch.detectors.base import (
 )
 from oomwatch.detectors.service import ANSWERED, GIB
 from oomwatch.detectors.standing import Standing
-from oomwatch.enginelog.events import REFUSALS, Refused
+from oomwatch.enginelog.events import REFUSALS, Origin, OutOfMemory, Refused
 from oomwatch.enginelog.killer import Cause, cause_of
 from oomwatch.enginelog.story import Ended, Refusal, Shortage, StartUp
 from oomwatch.settings import Duration, Section
 
 _HOUR = 3600.0
 _RANKS_KEPT = 64
+_SILENT_AFTER = 180.0  # seconds without a probe's word, after which that nothing failed is not known any more
 _TOGETHER = 60.0  # seconds within which ranks that run out, and the death that follows, are one failure
 
 STEP_WORDS = {
@@ -49,11 +56,35 @@ class Log:
         """It told something, or its source did."""
         self._readable = sample.readable
 
+    @property
+    def read(self) -> bool:
+        return bool(self._readable)
+
     def silence(self) -> Finding:
         """What is concluded where the log told nothing."""
         if self._readable:
             return CLEAR
         return unknown("no log of the engine is read" if self._readable is None else "its log cannot be read")
+
+
+def failed_inside(sample: AllocatorSample) -> Shortage | None:
+    """The last allocation that failed in a worker, as its log would tell it, by the probe inside it."""
+    failure = sample.report.failure
+    if failure is None:
+        return None
+    unallocated = None
+    if failure.reserved is not None and failure.allocated is not None:
+        unallocated = failure.reserved - failure.allocated
+    error = OutOfMemory(
+        wanted=failure.wanted,
+        free=failure.free,
+        total=failure.total,
+        allocated=failure.allocated,
+        private_pools=sample.report.private_reserved,
+        reserved=unallocated,
+    )
+    serving = sample.ready_since is not None and failure.t >= sample.ready_since
+    return Shortage(failure.t, error, Origin("worker", sample.report.pid), None, serving)
 
 
 def came_up(sample: Sample) -> float | None:
@@ -235,7 +266,10 @@ class RuntimeOomSettings(Section):
 
 
 class RuntimeOom:
-    """The allocator ran out while the engine served: a page when it died of it. One for all ranks. About 6 kB."""
+    """The allocator ran out while the engine served: a page when it died of it. One for all ranks. About 6 kB.
+
+    By the engine's log; where none is read, by the probes inside its workers.
+    """
 
     verdict = "runtime-oom"
 
@@ -247,6 +281,9 @@ class RuntimeOom:
         self._ranks: list[Shortage] = []  # of the last failure
         self._died: float | None = None  # the last death
         self._back: float | None = None  # when it was up after that
+        self._inside: dict[int, float] = {}  # by pid: the failure that a probe last told of
+        self._probed: float | None = None  # when a probe last told
+        self._ends: deque[tuple[int, float]] = deque(maxlen=_RANKS_KEPT)  # of its processes
 
     def observe(self, sample: Sample) -> None:
         """Follow errors, deaths and returns."""
@@ -256,11 +293,33 @@ class RuntimeOom:
                 self._ran_out(sample.news)
             elif isinstance(sample.news, Ended):
                 self._died, self._back = sample.news.t, None
+        elif isinstance(sample, AllocatorSample):
+            self._told_inside(sample)
+        elif isinstance(sample, ProcessEnd):
+            self._ends.append((sample.pid, sample.t))
+            if sample.pid in self._inside:
+                self._ended(sample.t)
         elif isinstance(sample, EngineSample) and sample.state in ("dead", "gone"):
             self._ended(sample.t)
         up = came_up(sample)
         if up is not None and self._died is not None and up - self._died > _TOGETHER:
             self._back = self._back or up
+
+    def _told_inside(self, sample: AllocatorSample) -> None:
+        pid, shortage = sample.report.pid, failed_inside(sample)
+        if sample.report.stats:
+            self._probed = sample.t
+        if shortage is None or self._inside.get(pid) == shortage.t or self._log.read:
+            return
+        self._inside[pid] = shortage.t
+        if len(self._inside) > _RANKS_KEPT:
+            del self._inside[next(iter(self._inside))]
+        if not shortage.serving or sample.t - shortage.t > _TOGETHER:
+            return
+        self._ran_out(shortage)
+        for ended, t in self._ends:
+            if ended == pid:  # its last word was read after its end was noticed
+                self._ended(t)
 
     def _ran_out(self, shortage: Shortage) -> None:
         if not self._ranks or shortage.t - self._ranks[-1].t > _TOGETHER:
@@ -269,8 +328,9 @@ class RuntimeOom:
             self._ranks.append(shortage)
 
     def _ended(self, t: float) -> None:
-        if self._ranks and self._died is None and t - self._ranks[-1].t <= _TOGETHER:
-            self._died = t
+        again = self._died is None or self._back is not None
+        if self._ranks and again and abs(t - self._ranks[-1].t) <= _TOGETHER:
+            self._died, self._back = t, None
 
     def conclude(self, t: float) -> Finding:
         """Judge the last failure."""
@@ -278,14 +338,18 @@ class RuntimeOom:
 
     def _now(self, t: float) -> Finding:
         if not self._ranks:
-            return self._log.silence()
+            return self._silence(t)
         first, last = self._ranks[0], self._ranks[-1]
         died = self._died is not None and abs(self._died - last.t) <= _TOGETHER
         if died and self._back is None and t - last.t <= self.settings.down_within:
             return self._finding(t, "page", first, died=True)
         if t - last.t <= _TOGETHER:
             return self._finding(t, "page" if died else "ticket", first, died=died)
-        return self._log.silence()
+        return self._silence(t)
+
+    def _silence(self, t: float) -> Finding:
+        told = self._probed is not None and t - self._probed <= _SILENT_AFTER
+        return CLEAR if told else self._log.silence()
 
     def _finding(self, t: float, state: State, first: Shortage, *, died: bool) -> Finding:
         cause = cause_of(first.error)
@@ -304,7 +368,7 @@ def shortage_text(shortage: Shortage, cause: Cause) -> str:
     if error.dummy_requests is not None:
         return f"warming up for {error.dummy_requests} requests at once did not fit"
     if error.wanted is None or error.free is None:
-        return "its log has no numbers of it"
+        return "there are no numbers of it"
     reserved = f" and {units.size(error.reserved)} reserved but unallocated" if error.reserved is not None else ""
     numbers = f"it wanted {units.size(error.wanted)} with {units.size(error.free)} free{reserved}"
     match cause.how:
