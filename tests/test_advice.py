@@ -113,7 +113,7 @@ def test_nothing_is_advised_both_ways() -> None:
         assert not ("expandable_segments" in text and "too little memory" in text), (verdict, version)
 
 
-def test_utilization_is_never_raised_nor_left_as_it_is() -> None:
+def test_utilization_is_never_raised_nor_left_as_it_is_but_where_a_start_lacked_room_and_more_was_free() -> None:
     for verdict, _, actions in all_cases():
         for before, after in re.findall(
             r"--gpu-memory-utilization from ([0-9.]+) to ([0-9]\.[0-9]+)", "\n".join(actions)
@@ -147,11 +147,12 @@ class TestValues:
             ("profiling_disturbed", "while no neighbour starts or stops"),
             ("host_memory", "memory on the host"),
             ("too_many_sequences", "Lower --max-num-seqs to 480 at most"),
-            ("no_room", "Raise --gpu-memory-utilization from 0.9, to 0.98 at most"),
+            ("no_room", "raise --gpu-memory-utilization from 0.9 to 0.93"),
+            ("context_too_long", "raise --gpu-memory-utilization from 0.9 to 0.93"),
         ):
-            evidence: Evidence = {"reason": reason, "blocks": 480, "free_bytes": 79 * GIB, "total_bytes": 80 * GIB}
+            evidence: Evidence = {"reason": reason, "largest_max_num_seqs": 480, "smallest_passing_utilization": 0.922}
             assert told_so in told("startup-refused", evidence=evidence), reason
-        assert "Raise" not in told("startup-refused", evidence={"reason": "no_room"})
+        assert "raise" not in told("startup-refused", evidence={"reason": "no_room"})
 
     def test_a_start_that_ran_out_is_told_of_its_step_alone(self) -> None:
         text = told("startup-oom", evidence={"step": "warm_up", "dummy_requests": 1024})
@@ -162,7 +163,7 @@ class TestValues:
         assert "--gpu-memory-utilization from 0.9 to 0.86" in told("startup-oom", evidence=shortage)
 
     def test_a_race_is_not_told_to_be_a_shortage(self) -> None:
-        text = told("runtime-oom", evidence={"how": "race", "wanted_bytes": GIB, "free_bytes": 2 * GIB})
+        text = told("runtime-oom", evidence={"cause": "race", "wanted_bytes": GIB, "free_bytes": 2 * GIB})
         assert "a neighbour takes memory now and then" in text
         assert "too little memory" not in text
 

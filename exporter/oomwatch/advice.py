@@ -172,12 +172,12 @@ def _startup_refused(case: _Case) -> _Advice:
         yield Action("Or give it less host memory for its cache or swap space.", cost="fewer tokens are held there")
         return
     if reason == "too_many_sequences":
-        blocks = case.number("blocks")
-        to = f" to {blocks:.0f} at most" if blocks is not None else ""
+        most = case.number("largest_max_num_seqs")
+        to = f" to {most:.0f} at most" if most is not None else ""
         yield Action(f"Lower --max-num-seqs{to}: each sequence needs a Mamba block of its own.", cost=_QUEUE)
         yield "Or give the pool more room: more of the device's memory, if it is free, or more GPUs."
         return
-    if reason != "no_room":
+    if reason not in ("no_room", "context_too_long"):
         yield (
             "Look what else holds memory there (oomwatch check lists it by owner), and stop what does not belong there."
         )
@@ -191,8 +191,9 @@ def _startup_refused(case: _Case) -> _Advice:
         )
     if fitting is not None:
         yield Action(f"As things are, it starts with --max-model-len {fitting:.0f} at most.", cost=_SHORTER)
+    yield from _more_room(case)
     if reason == "no_room":
-        yield from _no_room(case)
+        yield from _no_room()
     elif largest is None and fitting is None:
         yield Action(
             "The end of its log says what was wanted and what was there: lower --gpu-memory-utilization to what is "
@@ -201,17 +202,19 @@ def _startup_refused(case: _Case) -> _Advice:
         )
 
 
-def _no_room(case: _Case) -> _Advice:
-    """Weights and activations take the whole budget."""
-    free, total, now = case.number("free_bytes"), case.number("total_bytes"), case.utilization
-    if free is not None and total and now is not None and free / total - now >= 0.01:
-        share = f"{math.floor(free / total * 100) / 100:.2f}"
+def _more_room(case: _Case) -> _Advice:
+    """The only time to raise the share: the pool is too small for a start, and memory beyond the budget was free."""
+    enough, now = case.number("smallest_passing_utilization"), case.utilization
+    if enough is not None and now is not None:
+        to = min(1.0, math.ceil(enough * 100 - 1e-9) / 100)
         yield Action(
-            f"Raise --gpu-memory-utilization from {now:g}, to {share} at most: so much was free when it started.",
+            f"Or raise --gpu-memory-utilization from {now:g} to {to:.2f}: so much was free when it started.",
             risk="what a forward pass takes beyond its estimate has less room",
         )
-    else:
-        yield "Weights and activations take all of its budget: a higher --gpu-memory-utilization helps if more is free."
+
+
+def _no_room() -> _Advice:
+    yield "Weights and activations take all of its budget: a larger one helps only where more of the device is free."
     yield Action(
         "Lower --max-num-seqs or --max-num-batched-tokens: activations take less.",
         cost=f"{_QUEUE}, or {_SLOWER_PROMPTS}",
@@ -223,7 +226,7 @@ def _startup_oom(case: _Case) -> _Advice:
     step = case.text("step")
     if step not in _OF_STEPS:
         yield "Read the end of its log: the step that ran out decides what helps."
-    if case.number("least_free_bytes") is not None or case.number("other_bytes"):
+    if case.number("least_free_bytes") is not None or case.number("others_bytes"):
         yield "Look whether something else took memory on the device meanwhile: oomwatch check lists it by owner."
     for one in (step,) if step in _OF_STEPS else ("load", "profile", "graphs"):
         yield from _OF_STEPS[one](case)
@@ -427,14 +430,13 @@ def _orphan_memory(case: _Case) -> _Advice:
 
 
 def _runtime_oom(case: _Case) -> _Advice:
-    if case.pages:
-        yield Action("Restart the engine if nothing does: it does not come back by itself.", cost=_RESTART)
-    if case.text("how") == "race":
+    if case.pages or case.finding.killer == "fragmentation":
+        does = "if nothing does: it does not come back by itself" if case.pages else "at a quiet moment"
+        yield Action(f"Restart the engine {does}.", cost=_RESTART)
+    if case.text("cause") == "race":
         yield "More was free than it asked for: look whether a neighbour takes memory now and then, and keep it off."
     elif case.finding.killer == "fragmentation":
-        yield Action(
-            "There was enough memory, in pieces too small: a restart puts it together, for a while.", cost=_RESTART
-        )
+        yield "There was enough memory, in pieces too small: that restart puts it together, for a while."
         if case.expandable:
             yield f"At that restart, {case.expandable}: the driver then puts pieces together."
     else:

@@ -17,18 +17,19 @@ import structlog
 from oomwatch import __version__, logs
 from oomwatch.backtest import backtest
 from oomwatch.check import exit_status, read_once, report
-from oomwatch.config import DEFAULT_PORT, Config, check_files, effective, load, load_with_places, split_address
+from oomwatch.config import Config, check_files, effective, load, load_with_places
 from oomwatch.connections import CannotListen
 from oomwatch.daemon import Daemon
 from oomwatch.database import FILE
 from oomwatch.demo import SETTINGS, STORIES, TOUR, DemoFeed
+from oomwatch.diagnose.command import command as diagnose_command
 from oomwatch.feed import Feed, NodeFeed
 from oomwatch.history import default_directory
 from oomwatch.notify import send_test
 from oomwatch.past import Past, PrometheusError, PrometheusServer
 from oomwatch.pipeline import Pipeline
 from oomwatch.plan.command import command as plan_command
-from oomwatch.record import CannotRecord, destination, parts, tap
+from oomwatch.record import CannotRecord, destination, own_url, parts, tap
 from oomwatch.recording import RecordingError, unix_time
 from oomwatch.recording import read as read_recording
 from oomwatch.replay import FORMS
@@ -107,6 +108,7 @@ def main() -> None:
     oomwatch run      the daemon: pages for people, /metrics for Prometheus
     oomwatch record   save what the daemon has observed
     oomwatch replay   what the daemon would have said of a recording
+    oomwatch diagnose what happened to an engine's memory, from its log or from what the daemon observed
     oomwatch plan     before a start: whether an engine will fit, and how many tokens its cache will hold
     oomwatch demo     a simulated node with the story of each killer; needs no GPU
 
@@ -117,6 +119,7 @@ def main() -> None:
 
 
 main.add_command(plan_command)
+main.add_command(diagnose_command)
 
 
 @main.command()
@@ -310,7 +313,7 @@ def record(
     name = output or f"oomwatch-{socket.gethostname()}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.jsonl.gz"
     database = (config.history.directory or default_directory()) / FILE
     try:
-        source, first = tap(url or _own_url(config), options, database, since, log_text=include_log_text)
+        source, first = tap(url or own_url(config), options, database, since, log_text=include_log_text)
         with destination(name) as stream:
             for part in parts(source, first, ahead or 0.0):
                 stream.write(part.lines)
@@ -327,12 +330,6 @@ def _seconds(flag: str, given: str | None) -> float | None:
         return None if given is None else parse_duration(given)
     except ValueError:
         _fail(f"{flag} {given} is no duration. Write one such as 2h or 30m")
-
-
-def _own_url(config: Config) -> str:
-    """Where the daemon of this host's configuration answers."""
-    host, port = split_address(config.web.listen_address[0]) or ("", DEFAULT_PORT)
-    return f"http://{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{port}"
 
 
 @main.group()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Protocol, cast
 from urllib.parse import urlencode
 
+from oomwatch.config import DEFAULT_PORT, Config, split_address
 from oomwatch.database import Archive, Piece, Unusable
 from oomwatch.history import facts_in
 from oomwatch.recording import Header, from_line, header_line, to_line
@@ -105,6 +106,12 @@ def answer(path: Path, query: Mapping[str, str], now: float) -> Part:
     with Archive(path) as archive:
         since = now - seconds if behind is None else 0.0
         return part(archive, since, behind, zero, log_text=query.get("log_text") == "1")
+
+
+def own_url(config: Config) -> str:
+    """Where the daemon of this host's configuration answers."""
+    host, port = split_address(config.web.listen_address[0]) or ("", DEFAULT_PORT)
+    return f"http://{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{port}"
 
 
 # --- where it comes from ---------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""``oomwatch diagnose``: a post-mortem from a log, a recording, or what the daemon observed."""

@@ -1,0 +1,106 @@
+"""``oomwatch diagnose``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from oomwatch import logs
+from oomwatch.config import Config, load
+from oomwatch.database import FILE
+from oomwatch.diagnose import report
+from oomwatch.diagnose.postmortem import NothingToRead, PostMortem, of_recording, of_stream
+from oomwatch.history import default_directory
+from oomwatch.record import CannotRecord, own_url, parts, tap
+from oomwatch.recording import Recording, RecordingError
+from oomwatch.settings import ConfigError, parse_duration
+from oomwatch.sources.vllm.transport import ScrapeOptions
+
+
+@click.command("diagnose")
+@click.argument("files", metavar="[LOG]...", nargs=-1)
+@click.option("--last", metavar="DURATION", help="In place of logs: what the daemon here observed, such as 2h.")
+@click.option(
+    "--config.file", "config_file", type=click.Path(path_type=Path), envvar="OOMWATCH_CONFIG_FILE", metavar="FILE",
+    help="Thresholds, and where the daemon is.",
+)  # fmt: skip
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def command(files: tuple[str, ...], last: str | None, config_file: Path | None, form: str) -> None:
+    """Say what happened to an engine's memory: what was promised, what was there, what was asked for, which killer
+    it was and how sure that is, and what to change.
+
+    LOG is an engine's log, plain or gzip, also as Docker writes it; - reads standard input. A recording of oomwatch
+    record does too. Each is one engine. It needs no GPU, no daemon and no network. No text of a log is printed, only
+    its numbers.
+
+    \b
+    Exit status: 0 nothing is wrong with memory
+                 1 something is
+                 2 a source could not be read, or says nothing of memory; the others are printed
+    """
+    if bool(files) == (last is not None):
+        _fail("give either logs, - for standard input, or --last 2h for what the daemon observed")
+    logs.configure("error", "console")
+    try:
+        config = load(config_file, os.environ, {})
+    except ConfigError as error:
+        _fail(str(error))
+    found: list[PostMortem] = []
+    problems: list[str] = []
+    for source in files or (None,):
+        got = _looked_at(source, last or "", config)
+        if isinstance(got, str):
+            problems.append(got)
+        else:
+            found += got
+    if found:
+        click.echo(json.dumps(report.plain(found), indent=2) if form == "json" else report.text(found))
+    for problem in problems:
+        click.echo(f"oomwatch: {problem}", err=True)
+    sys.exit(2 if problems else 1 if any(one.found for one in found) else 0)
+
+
+def _looked_at(source: str | None, last: str, config: Config) -> list[PostMortem] | str:
+    """Post-mortems from a file, or from what the daemon observed; a text where that cannot be."""
+    try:
+        return _of_daemon(last, config) if source is None else _of_file(source, config)
+    except (NothingToRead, RecordingError, CannotRecord) as error:
+        return str(error)
+
+
+def _of_file(source: str, config: Config) -> list[PostMortem]:
+    if source == "-":
+        return of_stream("standard input", sys.stdin.buffer, time.time(), config)
+    try:
+        with Path(source).open("rb") as stream:
+            stream.peek(1)
+            return of_stream(source, stream, os.fstat(stream.fileno()).st_mtime, config)
+    except OSError as error:
+        raise NothingToRead(f"{source}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+
+
+def _of_daemon(last: str, config: Config) -> list[PostMortem]:
+    try:
+        seconds = parse_duration(last)
+    except ValueError:
+        raise NothingToRead(f"--last {last} is no duration. Write one such as 2h or 30m") from None
+    database = (config.history.directory or default_directory()) / FILE
+    options = ScrapeOptions(timeout=60.0, max_page_bytes=256 * 1024**2)
+    source, first = tap(own_url(config), options, database, seconds, log_text=False)
+    with tempfile.TemporaryFile() as recording:
+        for part in parts(source, first, 0.0):
+            recording.write(part.lines)
+        recording.seek(0)
+        return of_recording(Recording(recording, f"the last {last}"), config)
+
+
+def _fail(problem: str) -> NoReturn:
+    click.echo(f"oomwatch: {problem}", err=True)
+    sys.exit(2)
