@@ -1,0 +1,233 @@
+"""Every query of every dashboard, asked of a real Prometheus that holds the demo's stories."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import requests
+
+from tests.e2e.prometheus import PrometheusServer
+from tests.grafana.boards import UIDS, asked, filled, marks, panels, targets, variables
+from tests.grafana.seeded import DOWN, END, JOB, TALES
+
+WINDOW = 6 * 3600
+STEP = 180
+
+
+@dataclass(frozen=True)
+class View:
+    """A dashboard with its variables chosen."""
+
+    uid: str
+    story: str
+    values: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.uid} {dict(self.values)}"
+
+
+class Server:
+    """Asks as Grafana's data source does, at END."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._session = requests.Session()
+
+    def query(self, expr: str, *, instant: bool) -> list[dict[str, Any]]:
+        """The series of the answer; an AssertionError with Prometheus' own words when it refuses."""
+        span = {"time": str(END)} if instant else {"start": str(END - WINDOW), "end": str(END), "step": str(STEP)}
+        answer = self._session.post(
+            f"{self.url}/api/v1/{'query' if instant else 'query_range'}", data={"query": expr, **span}, timeout=30
+        ).json()
+        assert answer["status"] == "success", f"{answer.get('error')}: {expr}"
+        return list(answer["data"]["result"])
+
+    def choices(self, variable: Mapping[str, Any], values: Mapping[str, str]) -> list[str]:
+        """What a variable offers, as its values."""
+        expr = filled(asked(variable["query"]), values)
+        if variable["query"].startswith("query_result"):
+            texts = [_as_text(series["metric"]) for series in self.query(expr, instant=True)]
+            pattern = re.sub(r"\(\?<", "(?P<", variable["regex"].strip("/"))
+            return sorted(found["value"] for text in texts if (found := re.search(pattern, text)))
+        label = re.fullmatch(r"label_values\(.*, *(\w+)\)", variable["query"])
+        assert label, variable["query"]
+        answer = self._session.get(
+            f"{self.url}/api/v1/label/{label[1]}/values",
+            params={"match[]": expr, "start": str(END - WINDOW), "end": str(END)},
+            timeout=30,
+        ).json()
+        assert answer["status"] == "success", answer
+        return list(answer["data"])
+
+
+def _as_text(metric: Mapping[str, str]) -> str:
+    """A series as Grafana writes it for a variable's regular expression: labels in the order of the answer."""
+    inside = ",".join(f'{name}="{value}"' for name, value in metric.items() if name != "__name__")
+    return f"{metric.get('__name__', '')}{{{inside}}} 1 0"
+
+
+# Who is hit in each story, and the index of a device that shows it.
+HIT: Mapping[str, tuple[str, int]] = {
+    "memory-leak": ("mistral-7b", 3),
+    "lost": ("qwen-7b", 3),
+    "orphan": ("llama-70b", 1),
+    "restart": ("mistral-7b", 3),
+}
+# Never in the demo: no GPU there is sliced, and every part of every engine is known while it lives.
+NOT_IN_THE_DEMO = {
+    ("oomwatch-gpu", "oomwatch_mig_memory_held_bytes"),
+    ("oomwatch-gpu", "oomwatch_mig_memory_free_bytes"),
+}
+
+
+@pytest.fixture(scope="module")
+def server(stories: PrometheusServer) -> Server:
+    return Server(stories.url)
+
+
+def view(server: Server, uid: str, instance: str) -> View:
+    """The dashboard with its variables set to the story of that node."""
+    story = instance.partition(":")[0]
+    name, index = HIT.get(story, ("llama-70b", 0))
+    values = {"job": JOB, "instance": instance, "engine": name, "rank": ".+"}
+    known = {variable["name"]: variable for variable in variables(uid)}
+    if uid == "oomwatch-engine":
+        values["gpu"] = "|".join(server.choices(known["gpu"], values))
+    if uid == "oomwatch-gpu":
+        values["gpu"] = [*server.choices(known["gpu"], values), "none"][index if instance != DOWN else 0]
+    return View(uid, story, values)
+
+
+class Answers:
+    """Which queries of a dashboard have an answer, story by story, each asked once."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._found: dict[tuple[str, str], dict[tuple[str, str], int]] = {}
+
+    def of(self, uid: str, instance: str) -> Mapping[tuple[str, str], int]:
+        """Panel and letter to the number of series."""
+        if (uid, instance) not in self._found:
+            chosen = view(self._server, uid, instance).values
+            asked_for = [(panel["title"], target) for panel in panels(uid) for target in panel["targets"]]
+            self._found[uid, instance] = {
+                (title, target["refId"]): len(
+                    self._server.query(filled(target["expr"], chosen), instant=target["instant"])
+                )
+                for title, target in asked_for
+            }
+        return self._found[uid, instance]
+
+    def filled_panels(self, uid: str, instance: str) -> set[str]:
+        return {title for (title, _), count in self.of(uid, instance).items() if count}
+
+
+@pytest.fixture(scope="module")
+def answers(server: Server) -> Answers:
+    return Answers(server)
+
+
+def nodes() -> list[str]:
+    return [tale.instance for tale in TALES.values()]
+
+
+def must_be_filled(uid: str) -> set[str]:
+    """The panels for which emptiness is a failure."""
+    return {panel["title"] for panel in panels(uid) if "noValue" not in panel["fieldConfig"]["defaults"]}
+
+
+every_board = pytest.mark.parametrize("uid", UIDS)
+
+
+@every_board
+def test_a_panel_without_an_empty_state_has_data_in_every_story(uid: str, answers: Answers) -> None:
+    for instance in nodes():
+        assert must_be_filled(uid) - answers.filled_panels(uid, instance) == set(), instance
+
+
+@every_board
+def test_every_query_has_data_in_some_story(uid: str, answers: Answers) -> None:
+    found = [answers.of(uid, instance) for instance in nodes()]
+    never = {key for key in found[0] if not any(answer[key] for answer in found)}
+    expected = {
+        (panel["title"], target["refId"])
+        for panel in panels(uid)
+        for target in panel["targets"]
+        if any((uid, name) in NOT_IN_THE_DEMO for name in re.findall(r"\w+", target["expr"]))
+    }
+    assert never == expected
+
+
+@every_board
+def test_nothing_looks_calm_on_a_node_that_is_not_watched(uid: str, answers: Answers) -> None:
+    """Only what Prometheus itself knows of it is shown: that it does not answer."""
+    shown = {
+        "oomwatch-fleet": {"Nodes", "Nodes, worst first"},
+        "oomwatch-self": {"Nodes", "Each node"},
+    }
+    assert answers.filled_panels(uid, DOWN) == shown.get(uid, set())
+
+
+def test_a_node_that_does_not_answer_is_the_worst(server: Server) -> None:
+    (panel,) = (panel for panel in panels("oomwatch-fleet") if panel["title"] == "Nodes, worst first")
+    everywhere = {"job": JOB, "instance": ".+"}
+    found = server.query(filled(panel["targets"][0]["expr"], everywhere), instant=True)
+    states = {series["metric"]["instance"]: float(series["value"][1]) for series in found}
+    assert states[DOWN] == 4 == max(states.values())
+    assert states["leak:18666"] == 3
+    assert states["healthy:18666"] <= 1
+
+
+def test_a_fleet_is_shown_at_once(answers: Answers, server: Server) -> None:
+    everywhere = {"job": JOB, "instance": ".+"}
+    for uid in ("oomwatch-fleet", "oomwatch-self"):
+        for target in targets(uid):
+            assert server.query(filled(target.expr, everywhere), instant=target.instant), target.where
+
+
+@every_board
+def test_variables_offer_what_there_is(uid: str, server: Server) -> None:
+    values = {"job": JOB, "instance": "healthy:18666", "engine": "llama-70b"}
+    for variable in variables(uid):
+        if variable["type"] != "query":
+            continue
+        offered = server.choices(variable, values)
+        if variable["name"] == "job":
+            assert offered == [JOB]
+        elif variable["name"] == "instance":
+            assert offered == sorted(nodes())
+        elif variable["name"] == "engine":
+            assert offered == ["llama-70b", "mistral-7b", "qwen-7b"]
+        elif variable["name"] == "rank":
+            assert offered == ["0"]
+        else:
+            assert len(offered) == (2 if uid == "oomwatch-engine" else 4)
+
+
+def test_a_gpu_is_offered_by_index_and_name(server: Server) -> None:
+    (variable,) = (variable for variable in variables("oomwatch-gpu") if variable["name"] == "gpu")
+    expr = filled(asked(variable["query"]), {"job": JOB, "instance": "healthy:18666"})
+    texts = [_as_text(series["metric"]) for series in server.query(expr, instant=True)]
+    pattern = re.compile(re.sub(r"\(\?<", "(?P<", variable["regex"].strip("/")))
+    assert sorted(found["text"] for text in texts if (found := pattern.search(text))) == [
+        f"{index} NVIDIA L40S" for index in range(4)
+    ]
+
+
+def test_restarts_sleep_pages_and_xids_are_marked(server: Server) -> None:
+    def marked(uid: str, name: str, story: str, **others: str) -> int:
+        (mark,) = (mark for mark in marks(uid) if mark["name"] == name)
+        chosen = {**view(server, uid, f"{story}:18666").values, **others}
+        return len(server.query(filled(mark["expr"], chosen), instant=False))
+
+    assert marked("oomwatch-engine", "Sleep", "restart")
+    assert marked("oomwatch-engine", "Restarts", "restart", engine="qwen-7b")
+    assert marked("oomwatch-engine", "Pages", "leak")
+    assert marked("oomwatch-gpu", "Pages", "lost")
+    assert marked("oomwatch-gpu", "Xid", "lost")
+    for name in ("Restarts", "Sleep", "Pages"):
+        assert not marked("oomwatch-engine", name, "healthy")
