@@ -1005,7 +1005,7 @@ def _derived() -> Iterator[Derived]:
         fragments,
         "reach_bytes",
         on_held,
-        "Largest free block of one process' allocator together with what the driver has free on the device.",
+        "Largest allocation that would succeed in one process: a free block of its allocator, or what the driver has.",
     )
     host_leak = "host-memory-leak"
     anonymous = "anonymous memory of one process of an engine"

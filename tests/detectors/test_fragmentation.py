@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 
@@ -34,9 +35,7 @@ def healthy(t: float, *, retries: int = 0, ooms: int = 0, ready_since: float | N
     )
 
 
-def broken_up(
-    t: float, *, largest: float = 100 * MIB, driver_free: float = 0.2 * GIB, **more: object
-) -> AllocatorSample:
+def broken_up(t: float, *, largest: float = 100 * MIB, driver_free: float = 0.2 * GIB, **more: Any) -> AllocatorSample:
     """3 GiB are reserved and free."""
     return allocator(t, 60 * GIB, 63 * GIB, peak=61 * GIB, largest=largest, driver_free=driver_free, **more)
 
@@ -133,7 +132,7 @@ class TestRetries:
 
 
 class TestNoBlockIsLargeEnough:
-    def course(self, **more: float) -> Course:
+    def course(self, **more: Any) -> Course:
         """Healthy for half an hour, then in pieces."""
         return watch(detector(), 2 * HOUR, lambda t: healthy(t) if t < HOUR / 2 else broken_up(t, **more))
 
@@ -148,6 +147,31 @@ class TestNoBlockIsLargeEnough:
     @pytest.mark.parametrize(("free", "state"), [(GIB - 100 * MIB - 1, "ticket"), (GIB - 100 * MIB, "clear")])
     def test_what_the_driver_has_counts(self, free: float, state: State) -> None:
         assert self.course(driver_free=free).worst == state
+
+    @pytest.mark.parametrize(
+        ("largest", "driver_free", "releasable", "expandable", "state"),
+        [
+            # One block, or the driver alone, has to do: both together do not.
+            (500 * MIB, 600 * MIB, 0, False, "ticket"),
+            (500 * MIB, 600 * MIB, 424 * MIB - 1, False, "ticket"),
+            (500 * MIB, 600 * MIB, 424 * MIB, False, "clear"),
+            (GIB, 0, 0, False, "clear"),
+            (0, GIB, 0, False, "clear"),
+            # A block at the end of its segment grows.
+            (500 * MIB, 600 * MIB, 0, True, "clear"),
+            (500 * MIB, 500 * MIB, 0, True, "ticket"),
+            # What is not known is taken kindly.
+            (500 * MIB, 600 * MIB, 0, None, "clear"),
+            (500 * MIB, 600 * MIB, None, False, "clear"),
+            # What can be had by giving all of the cache back costs a standstill each time.
+            (200 * MIB, 600 * MIB, GIB, False, "ticket"),
+        ],
+    )
+    def test_how_an_allocation_is_served_decides(
+        self, largest: int, driver_free: int, releasable: int | None, expandable: bool | None, state: State
+    ) -> None:
+        more: dict[str, Any] = {"largest": largest, "driver_free": driver_free}
+        assert self.course(**more, releasable=releasable, expandable=expandable).worst == state
 
     @pytest.mark.parametrize(("reserved", "state"), [(61 * GIB, "ticket"), (61 * GIB - 1, "clear")])
     def test_where_all_pieces_together_would_not_do_it_is_no_fragmentation(self, reserved: int, state: State) -> None:

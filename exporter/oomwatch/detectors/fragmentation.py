@@ -131,8 +131,8 @@ class AllocatorFragmentation:
 
     Slack is no fragmentation: free blocks that are used again and again are how a caching allocator works. Two things
     are: retries, by which PyTorch gives its whole cache back to the driver because no piece fitted, again and again;
-    and a largest transient for which no free block together with the driver's free memory is large enough, while all
-    free blocks together would be. Both at once page. About 1 KB per process.
+    and a largest transient for which neither a free block nor the driver's free memory is large enough, while all free
+    blocks together would be. Both at once page. About 1 KB per process.
     """
 
     verdict = "allocator-fragmentation"
@@ -197,13 +197,19 @@ class AllocatorFragmentation:
 
     @staticmethod
     def _reach(sample: AllocatorSample) -> int | None:
-        """The largest allocation that is served without giving the cache back: a free block and what the driver has.
+        """The largest allocation that would succeed now.
 
-        A block at the end of an expandable segment grows by what the driver has; otherwise one of the two has to do,
-        so that this is the kinder number.
+        The block at the end of an expandable segment grows by what the driver has. Without such segments an allocation
+        is served by one free block, or by the driver alone, once the allocator gave back what lies in segments that are
+        wholly free (c10/cuda/CUDACachingAllocator.cpp); where that is not known, both together are the kinder number.
         """
-        largest = sample.report.largest_free_block
-        return None if largest is None or sample.memory is None else largest + sample.memory.free
+        report, memory = sample.report, sample.memory
+        largest = report.largest_free_block
+        if largest is None or memory is None:
+            return None
+        if report.expandable is not False or report.releasable is None:
+            return largest + memory.free
+        return min(largest + memory.free, max(largest, memory.free + report.releasable))
 
     def conclude(self, t: float) -> Finding:
         """What stands at ``t``."""
@@ -244,8 +250,8 @@ class AllocatorFragmentation:
         wanted, reach = self._transient.bytes, self._reach(sample)
         if short and free is not None and wanted is not None and reach is not None:
             said.append(
-                f"{units.size(free)} are reserved and free, and not in one piece: the largest block and what the "
-                f"driver has come to {units.size(reach)}, and up to {units.size(wanted)} are asked for at once"
+                f"{units.size(free)} are reserved and free, and not in one piece: at most {units.size(reach)} can be "
+                f"had at once, and up to {units.size(wanted)} are asked for"
             )
         return "; ".join(said) + "."
 
