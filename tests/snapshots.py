@@ -422,8 +422,8 @@ def fragmented(subject: Subject) -> Verdict:
         subject,
         since=NOW - 900,
         confidence=0.8,
-        summary="4 GiB are reserved and free, and not in one piece: at most 700 MiB can be had at once, and up to 2 GiB "
-        "are asked for.",
+        summary="4 GiB are reserved and free, and not in one piece: at most 700 MiB can be had at once, and up to "
+        "2 GiB are asked for.",
         evidence={
             "unallocated_bytes": 4 * GIB,
             "largest_free_block_bytes": 300 * MIB,
