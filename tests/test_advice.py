@@ -10,11 +10,14 @@ import pytest
 from oomwatch import advice as module
 from oomwatch.advice import FLAGS, advice
 from oomwatch.detectors.base import Eta, Evidence, Finding, State
+from oomwatch.enginelog.events import REFUSALS, STEPS
 from oomwatch.observations import EngineFacts
 from oomwatch.sources.vllm.meaning import release
 from oomwatch.verdicts import CATALOGUE
+from tests.documents import REPOSITORY
 
 GIB = 1024**3
+RUNBOOKS = REPOSITORY / "alerts" / "runbooks"
 VERSIONS = (None, "0.6.6", "0.8.5.post1", "0.9.2", "0.10.1", "0.10.2", "0.20.2", "0.21.0", "0.24.0", "0.33.0")
 
 # The numbers that each detector gives, so that every branch that uses them is taken.
@@ -43,6 +46,19 @@ EVIDENCE: dict[str, Evidence] = {
     "source-stale": {"silent_seconds": 400.0},
 }
 
+# What an engine's log adds: why it refused, where it ran out, and how.
+BY_LOG: dict[str, tuple[Evidence, ...]] = {
+    "startup-refused": tuple(
+        {"reason": reason, "utilization": 0.9, "smallest_passing_utilization": 0.95, "largest_max_num_seqs": 480}
+        for reason in REFUSALS
+    ),
+    "startup-oom": tuple(
+        {"step": step, "dummy_requests": 256, "wanted_bytes": GIB, "free_bytes": 0, "total_bytes": 80 * GIB}
+        for step in STEPS
+    ),
+    "runtime-oom": tuple({**EVIDENCE["runtime-oom"], "cause": cause} for cause in ("too_little", "in_pieces", "race")),
+}  # fmt: skip
+
 
 def facts(
     version: str | None = "0.33.0", connector: bool | None = None, utilization: float | None = 0.9
@@ -70,7 +86,8 @@ def all_cases() -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
         for version in VERSIONS:
             for connector in (None, True):
                 for state in ("info", "ticket", "page"):
-                    for evidence in (EVIDENCE.get(verdict, {}), {"page": "stats_disabled", "method": "wedge"}):
+                    known_evidence = (EVIDENCE.get(verdict, {}), *BY_LOG.get(verdict, ()))
+                    for evidence in (*known_evidence, {"page": "stats_disabled", "method": "wedge"}):
                         for killer in (None, "fragmentation"):
                             finding = Finding(state, evidence=evidence, killer=killer, eta=Eta(7200.0, 3600.0))
                             for about in (facts(version, connector), facts(version, connector, None), None):
@@ -80,9 +97,9 @@ def all_cases() -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
 
 @pytest.mark.parametrize("verdict", CATALOGUE)
 def test_every_verdict_has_actions_in_plain_sentences(verdict: str) -> None:
-    for evidence in (EVIDENCE.get(verdict, {}), {}):
+    for evidence in (EVIDENCE.get(verdict, {}), {}, *BY_LOG.get(verdict, ())):
         actions = advice(verdict, Finding("ticket", evidence=evidence), facts())
-        assert 2 <= len(actions) <= 6
+        assert 2 <= len(actions) <= 6, evidence
         assert len(set(actions)) == len(actions)
         for action in actions:
             assert re.fullmatch(r"[A-Z].*\.", action), action
@@ -105,6 +122,16 @@ def test_every_flag_of_the_table_is_named_somewhere() -> None:
     assert named == set(FLAGS)
 
 
+def test_the_runbook_of_a_verdict_has_every_setting_that_its_advice_names() -> None:
+    named: dict[str, set[str]] = {}
+    for verdict, _, actions in all_cases():
+        found = re.findall(r"--[a-z][a-z-]+|expandable_segments|watermark", "\n".join(actions))
+        named.setdefault(verdict, set()).update(found)
+    for verdict, found_settings in named.items():
+        runbook = (RUNBOOKS / f"{CATALOGUE[verdict].alert}.md").read_text(encoding="utf-8")
+        assert {setting for setting in found_settings if setting not in runbook} == set(), verdict
+
+
 def test_nothing_is_advised_both_ways() -> None:
     for verdict, version, actions in all_cases():
         text = "\n".join(actions)
@@ -113,12 +140,15 @@ def test_nothing_is_advised_both_ways() -> None:
         assert not ("expandable_segments" in text and "too little memory" in text), (verdict, version)
 
 
-def test_utilization_is_never_raised_nor_left_as_it_is_but_where_a_start_lacked_room_and_more_was_free() -> None:
+def test_utilization_is_lowered_and_raised_only_where_a_start_lacked_room_and_more_was_free() -> None:
+    change = r"(raise )?--gpu-memory-utilization from ([0-9.]+) to ([0-9]\.[0-9]+)"
     for verdict, _, actions in all_cases():
-        for before, after in re.findall(
-            r"--gpu-memory-utilization from ([0-9.]+) to ([0-9]\.[0-9]+)", "\n".join(actions)
-        ):
-            assert 0 < float(after) < float(before), verdict
+        for raised, before, after in re.findall(change, "\n".join(actions)):
+            if raised:
+                assert verdict == "startup-refused"
+                assert float(before) < float(after) <= 1
+            else:
+                assert 0 < float(after) < float(before), verdict
 
 
 # What an action says before a change of a setting, or before something is taken away.
@@ -129,7 +159,7 @@ _CHANGE = re.compile(
 
 @pytest.mark.parametrize("verdict", CATALOGUE)
 def test_what_changes_something_says_what_it_costs_or_risks(verdict: str) -> None:
-    for evidence in (EVIDENCE.get(verdict, {}), {}, {"method": "wedge"}, {"pids": []}):
+    for evidence in (EVIDENCE.get(verdict, {}), {}, {"method": "wedge"}, {"pids": []}, *BY_LOG.get(verdict, ())):
         for action in module.actions(verdict, Finding("page", evidence=evidence), facts()):
             assert action.cost or action.risk or not _CHANGE.search(action.do), action.do
             for clause in (action.cost, action.risk):

@@ -226,7 +226,7 @@ def _startup_oom(case: _Case) -> _Advice:
     step = case.text("step")
     if step not in _OF_STEPS:
         yield "Read the end of its log: the step that ran out decides what helps."
-    if case.number("least_free_bytes") is not None or case.number("others_bytes"):
+    if step in ("load", "kv_pool") or case.number("least_free_bytes") is not None or case.number("others_bytes"):
         yield "Look whether something else took memory on the device meanwhile: oomwatch check lists it by owner."
     for one in (step,) if step in _OF_STEPS else ("load", "profile", "graphs"):
         yield from _OF_STEPS[one](case)
