@@ -29,6 +29,7 @@ Numbers = dict[str, int | Absence]
 
 DEFAULT_INTERVAL_S = 1.0
 SHORTEST_INTERVAL_S = 0.05
+THREAD_NAME = "oomwatch-probe"
 
 logger = logging.getLogger("oomwatch_probe")
 
@@ -86,7 +87,7 @@ class Probe:
     def _begin(self) -> None:
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="oomwatch-probe", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
                 self._thread.start()
 
     # --- the probe's own thread ------------------------------------------------------------------------------------
@@ -94,6 +95,9 @@ class Probe:
     def _run(self) -> None:
         # The engine's signals are for the engine's threads.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        # So that top and the benchmark see which thread it is.
+        with contextlib.suppress(OSError):
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD_NAME, encoding="ascii")
         try:
             identity = own_identity()
             directory = Path(os.environ.get("OOMWATCH_PROBE_DIR") or DEFAULT_DIRECTORY)

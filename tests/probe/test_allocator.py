@@ -237,7 +237,7 @@ class TestReading:
 
     def test_takes_none_where_a_recorded_history_would_come_with_it(self, clock: Clock) -> None:
         class Older(Torch):
-            def memory_snapshot(self, mempool_id: object = None) -> list[Segment]:  # type: ignore[override]  # older
+            def memory_snapshot(self, mempool_id: object = None) -> list[Segment]:  # type: ignore[override]  # as before 2.10
                 self.snapshots += 1
                 return list(self.segments)
 

@@ -23,7 +23,7 @@ def owners(scheduler: Scheduler) -> Owners:
     copied = pool.copy()
     assert copied is not None
     counted = pool.count(copied)
-    return tuple(counted[f"blocks_{name}"] for name in ("referenced", "living", "finished", "ownerless"))  # type: ignore[return-value]  # four
+    return tuple(counted[f"blocks_{name}"] for name in ("referenced", "living", "finished", "ownerless"))  # type: ignore[return-value]  # there are four
 
 
 class TestOwners:
@@ -115,7 +115,7 @@ class TestOwners:
             elif living:
                 scheduler.finish(living.pop(), keep=event == "keep", later=event == "later")
         referenced, held, finished, ownerless = owners(scheduler)
-        assert (held, finished, ownerless) == (referenced - finished - lost, finished, lost)  # type: ignore[operator]  # numbers
+        assert (held, finished, ownerless) == (referenced - finished - lost, finished, lost)  # type: ignore[operator]  # all are numbers
 
 
 class TestASchedulerThatIsNotAsExpected:

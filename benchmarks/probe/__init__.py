@@ -1,0 +1,1 @@
+"""What the probe costs the engine that it sits in."""
