@@ -34,7 +34,7 @@ QUICK_DAYS = 2.0
 # Of the runs of a faulty family, one in so many is judged as a whole. The others are asked for the verdicts of their
 # own class alone, until that has ticketed and paged: no detector knows of another one, so the class's own figures are
 # the same.
-WHOLE = 5
+WHOLE = 10
 ASKED = frozenset(verdict for verdicts in FAULT_CLASSES.values() for verdict in verdicts)
 # What a class's detectors are told of nothing but the engine's pages.
 WITHOUT_DEVICES = frozenset({"kv-leak", "exhaustion", "host-leak"})
@@ -67,9 +67,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = report(found)
     if options.markdown:
         options.markdown.write_text(text, encoding="utf-8")
-    else:
+    if options.document:
+        page = options.document.read_text(encoding="utf-8")
+        options.document.write_text(between_the_marks(page, text), encoding="utf-8")
+    if not options.markdown and not options.document:
         print(text)
     return 0
+
+
+_BEGIN, _END = "<!-- measured: python -m benchmarks.detection -->", "<!-- measured: end -->"
+
+
+def between_the_marks(page: str, text: str) -> str:
+    """A document with ``text`` between its two marks in place of what stood there."""
+    before, begin, rest = page.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ValueError(f"the document has no part from {_BEGIN} to {_END}")
+    return f"{before}{begin}\n\n{text}\n{end}{after}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, help="a line of JSON for each run, as it ends; runs in it are not repeated"
     )
     parser.add_argument("--markdown", type=Path, help="tables; default: standard output")
+    parser.add_argument("--document", type=Path, help="a document whose marked part the tables replace")
     parser.add_argument("--rescore", type=Path, metavar="FILE", help="only the tables of an earlier --output")
     parser.add_argument("--write-manifest", action="store_true", help="freeze other sets of runs: another benchmark")
     return parser
@@ -273,12 +289,11 @@ def report(found: Results) -> str:
         f"Left out because they came to no harm: {', '.join(sorted(found.harmless)) or 'none'}.",
         f"{sum(outcome.seconds for outcome in outcomes) / 3600:.1f} h of processor time.",
         "Bounds are two-sided 95 %: Clopper-Pearson for shares, exact Poisson for rates.",
-        score.table(score.scores(outcomes)),
     ]
-    together = score.capacity_together(score.scores(outcomes))
-    if together:
-        named = {(rule, "capacity"): of_rule for rule, of_rule in together.items()}
-        parts += ["All classes of capacity as one:", score.table(named)]
+    by_class = score.scores(outcomes)
+    together = {(rule, "capacity"): of_rule for rule, of_rule in score.capacity_together(by_class).items()}
+    parts += ["### What was asked for", score.marks_table({**by_class, **together})]
+    parts += ["### Beside the rules of the field", score.table({**by_class, **together})]
     rules = [f"oomwatch, {level}" for level in LEVELS]
     for rule in rules:
         families = score.scores_by_family(outcomes, rule)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from benchmarks.detection.alarms import Change
+from oomwatch.detectors.base import Subject
 from oomwatch.detectors.registry import KINDS
 from oomwatch.judge import Judge
 from oomwatch.node import Node
@@ -22,15 +23,20 @@ def detect_all(observations: Iterable[Observation], _asked: Collection[str]) -> 
 
 
 def _changes(judge: Judge, observations: Iterable[Observation]) -> Iterator[Change]:
-    """Each change of a verdict's state, at the tick that concluded it."""
-    known: dict[tuple[str, str], str] = {}
+    """Each change of a verdict's state, at the tick that concluded it.
+
+    At a tick the judge's detectors are asked as the judge itself asks them; what it makes of their findings for people
+    (advice, incidents) is left out, which nobody reads here.
+    """
+    known: dict[tuple[str, Subject], str] = {}
     for observation in observations:
-        judge.apply(observation)
         if not isinstance(observation, Tick):
+            judge.apply(observation)
             continue
-        for verdict in judge.verdicts():
-            subject = verdict.subject.labels()
-            key = (verdict.name, repr(subject))
-            if known.get(key, "clear") != verdict.state:
-                known[key] = verdict.state
-                yield observation.t, verdict.name, verdict.state, subject
+        judge.node.apply(observation)
+        for seats in judge.memory.seats.values():
+            for seat in seats:
+                state = seat.detector.conclude(observation.t).state
+                if known.get((seat.verdict, seat.subject), "clear") != state:
+                    known[seat.verdict, seat.subject] = state
+                    yield observation.t, seat.verdict, state, seat.subject.labels()
