@@ -244,9 +244,12 @@ def _profiling(case: _Case) -> _Advice:
     if requests is not None and requests > 1:
         to = f"from {requests:.0f} to {max(1, requests // 4):.0f}"
         yield Action(f"{so}: lower --max-num-seqs {to}, as the sampler is tried on so many at once.", cost=_QUEUE)
+        yield Action(f"Or lower {case.less(_short_share(case) or 0.02)}.", cost=_SMALLER_POOL)
     else:
         cost = f"{_SLOWER_PROMPTS}, or {_QUEUE}"
         yield Action(f"{so}: lower --max-num-batched-tokens or --max-num-seqs.", cost=cost)
+        if case.text("step"):
+            yield Action("Or use more GPUs (--tensor-parallel-size) or a quantized form of the model.", cost=_MORE_GPUS)
 
 
 def _making_the_pool(case: _Case) -> _Advice:
