@@ -61,7 +61,7 @@ def main() -> None:
 
     before = anonymous_bytes()
     from oomwatch_probe import probe  # noqa: PLC0415 - what this brings is measured
-    from oomwatch_probe.blocks import Pool  # noqa: PLC0415 - likewise
+    from oomwatch_probe.blocks import Pool  # noqa: PLC0415 - as above, this
 
     sys.modules["vllm.v1.core.sched.scheduler"] = sys.modules[Scheduler.__module__]
     probe.prepare()

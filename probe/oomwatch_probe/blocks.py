@@ -187,8 +187,10 @@ class CoreReader:
         self._clock = clock
         self._due = clock()
         self._pool: Pool | None = None
-        # Written by the scheduler's thread: odd while it works.
+        # Written by the scheduler's thread: its calls begun and ended, those under way (one may call another), steps.
         self._activity = 0
+        self._depth = 0
+        self._steps = 0
         self._activity_before = 0
         self._wanted = False
         self._copied: Copy | None = None
@@ -205,16 +207,19 @@ class CoreReader:
         """The engine was shut down, and its process lives on."""
         return self._scheduler() is None
 
-    def enter(self) -> None:
-        """The scheduler is about to work; what it did before is whole. Takes some ten nanoseconds. Never raises."""
-        if self._wanted:
+    def enter(self, is_step: bool) -> None:
+        """The scheduler is about to work; what it did before is whole. Takes some hundred nanoseconds. Never raises."""
+        if self._wanted and self._depth == 0:
             self._copy_in_passing()
+        self._depth += 1
         self._activity += 1
+        self._steps += is_step
 
     def leave(self) -> None:
         """The scheduler has worked. Never raises."""
         self._activity += 1
-        if self._wanted:
+        self._depth -= 1
+        if self._wanted and self._depth == 0:
             self._copy_in_passing()
 
     def read(self) -> None:
@@ -240,8 +245,7 @@ class CoreReader:
         activity = self._activity
         worked = activity != self._activity_before
         self._activity_before = activity
-        # Each call of the scheduler moves it by 2, and each step is two calls.
-        self.numbers = {**self.numbers, "steps": activity // 4}
+        self.numbers = {**self.numbers, "steps": self._steps}
         if worked:
             self.numbers["last_step_ns"] = time.time_ns()
         copied, self._copied = self._copied, None
@@ -264,10 +268,10 @@ class CoreReader:
             self._failure = error
 
     def _copy_at_rest(self) -> Copy | None:
-        """None where the scheduler began to work, or a request was aborted, while the tables were copied."""
+        """None where the scheduler works, or began to while the tables were copied."""
         assert self._pool is not None
         activity, state = self._activity, self._pool.state()
-        if activity % 2:
+        if self._depth > 0:
             return None
         try:
             copied = self._pool.copy()

@@ -14,7 +14,10 @@ from typing import Any
 
 SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
 SCHEDULER_CLASS = "Scheduler"
-STEP_CALLS = ("schedule", "update_from_output")
+STEP = "schedule"
+# Whatever takes blocks or gives them back. The first two are in every version, the others in most.
+NEEDED_CALLS = (STEP, "update_from_output")
+OTHER_CALLS = ("finish_requests", "reset_prefix_cache")
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -61,12 +64,13 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def wrap_scheduler(scheduler_class: type[Any], made: Callable[[Any], None], reader: Callable[[Any], Any]) -> None:
-    """Calls ``made`` with each new scheduler, and ``enter`` and ``leave`` of ``reader(scheduler)`` around its steps.
+    """Calls ``made`` with each new scheduler, and ``enter`` and ``leave`` of ``reader(scheduler)`` around its calls.
 
-    ``reader`` answers None for a scheduler that nobody reads. All three must not raise. Raises AttributeError, and
+    ``enter`` is told whether the call is a new step. ``reader`` answers None for a scheduler that nobody reads. All three must not raise. Raises AttributeError, and
     leaves the class as it was, where it lacks one of the calls.
     """
-    originals = {name: getattr(scheduler_class, name) for name in STEP_CALLS}
+    originals = {name: getattr(scheduler_class, name) for name in NEEDED_CALLS}
+    originals.update({name: getattr(scheduler_class, name) for name in OTHER_CALLS if hasattr(scheduler_class, name)})
     initialise = scheduler_class.__init__
 
     @functools.wraps(initialise)
@@ -74,20 +78,20 @@ def wrap_scheduler(scheduler_class: type[Any], made: Callable[[Any], None], read
         initialise(self, *arguments, **named)
         made(self)
 
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], is_step: bool) -> Callable[..., Any]:
         @functools.wraps(original)
-        def step(self: Any, *arguments: Any, **named: Any) -> Any:
+        def call(self: Any, *arguments: Any, **named: Any) -> Any:
             watching = reader(self)
             if watching is None:
                 return original(self, *arguments, **named)
-            watching.enter()
+            watching.enter(is_step)
             try:
                 return original(self, *arguments, **named)
             finally:
                 watching.leave()
 
-        return step
+        return call
 
     scheduler_class.__init__ = make
     for name, original in originals.items():
-        setattr(scheduler_class, name, around(original))
+        setattr(scheduler_class, name, around(original, name == STEP))

@@ -190,6 +190,7 @@ def prepare() -> None:
     # vLLM has imported it long before it loads plugins, but without initialising CUDA: this neither.
     torch = sys.modules.get("torch")
     if torch is not None:
+        # As torch.manual_seed does it: called when CUDA is initialised, whoever initialises it.
         torch.cuda._lazy_call(_cuda_initialised)
 
 

@@ -196,8 +196,8 @@ class TestReading:
         return CoreReader(scheduler, 1.0, clock)
 
     def step(self, reader: CoreReader) -> None:
-        for _ in ("schedule", "update_from_output"):
-            reader.enter()
+        for is_step in (True, False):
+            reader.enter(is_step)
             reader.leave()
 
     def test_every_number_has_its_place_in_the_file(self, reader: CoreReader) -> None:
@@ -220,7 +220,7 @@ class TestReading:
         reader.read()
         assert "blocks_living" not in reader.numbers
         scheduler.admit("a", 3)
-        reader.enter()
+        reader.enter(True)
         scheduler.admit("b", 4)
         reader.leave()
         reader.read()
@@ -229,7 +229,7 @@ class TestReading:
     def test_one_that_hangs_in_the_middle_of_its_work_is_not_read(
         self, reader: CoreReader, scheduler: Scheduler
     ) -> None:
-        reader.enter()
+        reader.enter(True)
         for _ in range(5):
             reader.read()
         assert "blocks_living" not in reader.numbers
@@ -237,6 +237,14 @@ class TestReading:
         reader.read()
         reader.read()
         assert reader.numbers["blocks_living"] == 0
+
+    def test_a_call_within_another_is_no_rest(self, reader: CoreReader, scheduler: Scheduler) -> None:
+        reader.enter(True)
+        reader.enter(False)
+        reader.leave()
+        for _ in range(5):
+            reader.read()
+        assert "blocks_living" not in reader.numbers
 
     def test_a_copy_is_thrown_away_when_a_request_is_aborted_meanwhile(
         self, reader: CoreReader, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch

@@ -75,8 +75,8 @@ class Watching:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def enter(self) -> None:
-        self.calls.append("enter")
+    def enter(self, is_step: bool) -> None:
+        self.calls.append("step" if is_step else "enter")
 
     def leave(self) -> None:
         self.calls.append("leave")
@@ -96,6 +96,9 @@ def scheduler_class() -> type[Any]:
                 raise ValueError("no output")
             return output
 
+        def finish_requests(self, names: list[str]) -> int:
+            return len(names)
+
     return Scheduler
 
 
@@ -108,8 +111,9 @@ class TestWrapping:
         assert scheduler.update_from_output("out") == "out"
         with pytest.raises(ValueError, match="no output"):
             scheduler.update_from_output(None)
-        assert watching.calls == ["enter", "leave"] * 3
-        for name in ("__init__", "schedule", "update_from_output"):
+        assert scheduler.finish_requests(["a"]) == 1
+        assert watching.calls == ["step", "leave", *["enter", "leave"] * 3]
+        for name in ("__init__", "schedule", "update_from_output", "finish_requests"):
             assert inspect.signature(getattr(wrapped, name)) == inspect.signature(getattr(plain, name))
         assert wrapped.schedule.__doc__ == "Docs."
 
