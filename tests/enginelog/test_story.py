@@ -150,6 +150,15 @@ def test_every_rank_that_runs_out_at_once_is_one_failure_told_by_rank() -> None:
     assert len(again.shortages) == 1
 
 
+def test_an_error_hours_after_a_start_is_not_taken_for_one_of_its_steps_where_the_log_leaves_out_that_it_served() -> (
+    None
+):
+    start = told(SERVER, CORE, WEIGHTS, KV, POOL, ERROR + OOM, step=7200).now
+    assert start is not None
+    (shortage,) = start.shortages
+    assert (shortage.step, shortage.serving) == (None, None)
+
+
 def test_the_end_of_a_server_that_was_told_to_stop_is_no_death() -> None:
     start = told(SERVER, CORE, READY, "[shutdown] API server: shutdown triggered", FATAL).now
     assert start is not None

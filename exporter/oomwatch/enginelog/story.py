@@ -37,6 +37,7 @@ STARTS_KEPT = 64
 _ERRORS_KEPT = 64
 _SAME_FAILURE = 60.0  # seconds within which ranks, and the reports of one failure by several processes, belong together
 _INTERLEAVED = 10.0  # seconds that lines of several processes may be out of order
+_LONGEST_STEP = 3600.0  # seconds that a step of a start may take: large models are loaded from slow disks
 _FRAMES_LAST = 10.0  # seconds that a traceback's lines may stand before its error
 
 Phase = Literal["starting", "serving", "over"]
@@ -105,6 +106,7 @@ class StartUp:
     slept: Slept | None = None
     cores: set[str] = field(default_factory=set)
     life: int | None = None  # of the engine, by its pages
+    progressed: float = 0.0  # when it last told of a step of its start
 
     @property
     def phase(self) -> Phase:
@@ -175,6 +177,8 @@ class Story:
             return None
         now = self._start_of(t, entry)
         now.last = t
+        if isinstance(event, (Start, Settings, Budget, KvPool, Fitted)):
+            now.progressed = t
         match event:
             case Start():
                 self._started(now, event, origin)
@@ -266,7 +270,7 @@ class Story:
         step = self._step_of(t, origin.pid)
         if step is None and event.dummy_requests is not None:
             step = "warm_up"
-        step = step or ("serve" if now.ready is not None else self._step_by_budget(now))
+        step = step or ("serve" if now.ready is not None else self._step_by_budget(t, now))
         serving = None if step is None else step == "serve"
         recent = [one for one in now.shortages if t - one.t <= _SAME_FAILURE]
         if any(_repeats(one, event, origin) for one in recent):
@@ -279,9 +283,9 @@ class Story:
         return now.shortages[-1]
 
     @staticmethod
-    def _step_by_budget(now: StartUp) -> str | None:
-        """What comes next after the lines that were read."""
-        if not now.seen_from_start and not _progressed(now):
+    def _step_by_budget(t: float, now: StartUp) -> str | None:
+        """What comes next after the lines that were read; long after them the log left out that it served."""
+        if t - now.progressed > _LONGEST_STEP or (not now.seen_from_start and not _progressed(now)):
             return None
         budgets = tuple(now.budgets.values())
         if now.pools:
