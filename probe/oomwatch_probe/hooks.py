@@ -66,8 +66,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
 def wrap_scheduler(scheduler_class: type[Any], made: Callable[[Any], None], reader: Callable[[Any], Any]) -> None:
     """Calls ``made`` with each new scheduler, and ``enter`` and ``leave`` of ``reader(scheduler)`` around its calls.
 
-    ``enter`` is told whether the call is a new step. ``reader`` answers None for a scheduler that nobody reads. All three must not raise. Raises AttributeError, and
-    leaves the class as it was, where it lacks one of the calls.
+    ``enter`` is told whether the call is a new step. ``reader`` answers None for a scheduler that nobody reads. None of
+    them may raise. Raises AttributeError, and leaves the class as it was, where it lacks one of the calls.
     """
     originals = {name: getattr(scheduler_class, name) for name in NEEDED_CALLS}
     originals.update({name: getattr(scheduler_class, name) for name in OTHER_CALLS if hasattr(scheduler_class, name)})
