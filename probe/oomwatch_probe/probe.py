@@ -171,9 +171,11 @@ class Probe:
                 mailbox.remove()
 
     def forget(self) -> None:
-        """In a forked child: the file is the parent's."""
-        if self._mailbox is not None:
-            self._mailbox.close()
+        """In a forked child: the file is the parent's, and what its thread held stays held. ``end`` may still come."""
+        self._writing = threading.Lock()
+        mailbox, self._mailbox = self._mailbox, None
+        if mailbox is not None:
+            mailbox.close()
 
 
 _probe: Probe | None = None

@@ -32,6 +32,8 @@ from tests.probe.torch_shapes import (
     stats_of,
 )
 
+PROBE = Path(allocator.__file__).parents[1]
+
 
 class Torch:
     """Answers as PyTorch does on a machine with two devices, of which the process uses the second."""
@@ -92,11 +94,19 @@ def reader(torch: Torch, clock: Clock) -> AllocatorReader:
 def documentation() -> str:
     """What the PyTorch of the tests' vLLM says of its own names."""
     code = (
-        "import json, torch; memory = torch.cuda.memory;"
-        "print(json.dumps([memory.memory_stats.__doc__, memory._snapshot.__doc__]))"
+        "import json, torch, oomwatch_probe; oomwatch_probe.register(); memory = torch.cuda.memory;"
+        "waiting = [call.__module__ for call, _ in torch.cuda._queued_calls];"
+        "print(json.dumps([memory.memory_stats.__doc__, memory._snapshot.__doc__, *waiting,"
+        " f'initialised: {torch.cuda.is_initialized()}']))"
     )
-    answer = subprocess.run([require_vllm().python, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    command = [require_vllm().python, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(PROBE)}
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
     return "\n".join(json.loads(answer.stdout.splitlines()[-1]))
+
+
+def test_it_waits_for_somebody_else_to_initialise_cuda(documentation: str) -> None:
+    assert documentation.splitlines()[-2:] == ["oomwatch_probe.probe", "initialised: False"]
 
 
 class TestNames:
@@ -344,8 +354,7 @@ class TestAFailedAllocation:
 
 def test_nothing_of_pytorch_is_imported_by_the_probe() -> None:
     code = "import sys, oomwatch_probe.probe as probe; probe.prepare(); print('torch' in sys.modules)"
-    folder = Path(allocator.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment = {**os.environ, "PYTHONPATH": str(PROBE)}
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert answer.stdout.strip() == "False"
 

@@ -149,14 +149,22 @@ class TestWhereItBegins:
     def test_a_forked_process_without_a_scheduler_leaves_its_parents_file(
         self, environment: dict[str, str], run_folder: Path
     ) -> None:
-        fork = "import os\nif os.fork() == 0: raise SystemExit\nos.wait()\nprint('done', flush=True)"
+        """It ends as an interpreter does, with what the parent had registered for that."""
+        fork = "input()\nimport os\nif os.fork() == 0: raise SystemExit\nos.wait()\nprint('done', flush=True)"
         with Process([REGISTER, MAKE, fork, WAIT], environment) as process:
+            assert process.popen.stdin is not None
             assert process.popen.stdout is not None
+            wait_for_number(run_folder, "blocks_living")
+            (path,) = run_folder.iterdir()
+            before = path.stat().st_ino
+            process.popen.stdin.write("\n")
+            process.popen.stdin.flush()
             assert process.popen.stdout.readline() == "done\n"
-            before = wait_for_number(run_folder, "blocks_living")[process.popen.pid].sequence
+            written = reports(run_folder)[process.popen.pid].sequence
             wait_until(
-                lambda: reports(run_folder)[process.popen.pid].sequence > before + 1, 30, "it goes on", interval_s=0.01
+                lambda: reports(run_folder)[process.popen.pid].sequence > written + 1, 30, "it goes on", interval_s=0.01
             )
+            assert path.stat().st_ino == before
 
     def test_the_entry_point_is_the_one_that_vllm_looks_for(self) -> None:
         lines = (REPOSITORY / "probe" / "pyproject.toml").read_text(encoding="utf-8").splitlines()
