@@ -99,7 +99,7 @@ def documentation() -> str:
         "print(json.dumps([memory.memory_stats.__doc__, memory._snapshot.__doc__, *waiting,"
         " f'initialised: {torch.cuda.is_initialized()}']))"
     )
-    command = [require_vllm().python, "-c", code]
+    command = [str(require_vllm().python), "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(PROBE)}
     answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
     return "\n".join(json.loads(answer.stdout.splitlines()[-1]))
