@@ -23,6 +23,7 @@ def dense(layers: int, hidden: int, heads: int, kv: int, inner: int, vocabulary:
         "vocab_size": vocabulary,
         "torch_dtype": "bfloat16",
         "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
     }
     return {**base, **more}
 
@@ -77,6 +78,8 @@ QWEN35_27B = {
     "vision_config": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304},
 }  # fmt: skip
 
+TINY = dense(2, 128, 4, 4, 256, 512, head_dim=32, max_position_embeddings=4096)
+
 
 @dataclass(frozen=True)
 class Startup:
@@ -103,6 +106,10 @@ class Startup:
 
 
 STARTUPS = (
+    Startup("tiny on CPU", "captures/0.32.0/startup-default.log", TINY, (0, 32, 0), pool=1.0, blocks=8192,
+            tokens=1_048_576, concurrency=512.0, flags={"max_model_len": 2048, "block_size": 128}),
+    Startup("tiny, 65 blocks", "captures/0.8.5 to 0.27.1", TINY, (0, 9, 2), tokens=1040, concurrency=2.03,
+            flags={"max_model_len": 512, "num_gpu_blocks_override": 65}),
     Startup("llama-2-7b on V100", "case 007, vllm-project/vllm#2418", LLAMA2_7B, (0, 8, 5), total=15.77,
             weights=12.55, activation=0.55, pool=1.79, blocks=229, tokens=3664, concurrency=0.89,
             flags={"gpu_memory_utilization": 0.95, "max_model_len": 4096, "enforce_eager": True,

@@ -9,7 +9,7 @@ import pytest
 
 from oomwatch.plan.memory import GIB, MIB, Device, Figure, Plan, Setup, plan
 from oomwatch.plan.model import ModelError, given_sizes, model_of
-from tests.plan.startups import KIMI_K2, LLAMA31_8B, QWEN3_30B, QWEN35_27B, dense
+from tests.plan.startups import KIMI_K2, LLAMA31_8B, QWEN3_30B, QWEN35_27B, TINY, dense
 
 NEW = (0, 33, 0)
 LLAMA = model_of(LLAMA31_8B)
@@ -186,6 +186,13 @@ class TestLimits:
         for share, fits in ((limits.smallest_utilization, True), (limits.smallest_utilization - 0.01, False)):
             made = planned(device=device, gpu_memory_utilization=share, **flags)
             assert (made.starts == "yes") is fits
+
+    def test_a_refusal_that_a_real_engine_printed(self) -> None:
+        """captures/0.32.0/failure-max-model-len-too-large.log: the estimated maximum model length is 1024."""
+        flags = {"num_gpu_blocks_override": 33, "block_size": 32, "kv_cache_memory_bytes": GIB}
+        refused = planned(TINY, version=(0, 32, 0), max_model_len=4096, **flags)
+        assert answers(refused)["one"] == "no"
+        assert refused.limits.max_model_len == 1024
 
     def test_the_margin_stays_free(self) -> None:
         setup = Setup(version=NEW, max_model_len=8192)

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oomwatch.plan.memory import Setup
+from oomwatch.plan.memory import weights as plan_weights
 from oomwatch.plan.model import Model, ModelError, kinds, model_of, read_model
 from tests.plan.startups import (
     AWQ,
@@ -141,6 +143,36 @@ class TestCaches:
         model = model_of({**DEEPSEEK_V3, "compress_ratios": [4, 128]})
         assert not model.cache_known
         assert "--kv-bytes-per-token" in model.unsure[0]
+
+
+class TestLeftOut:
+    """Configurations within another one leave out what their class has by itself."""
+
+    def test_gemma_3(self) -> None:
+        text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+                "sliding_window": 1024}  # fmt: skip
+        vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
+        model = model_of({"model_type": "gemma3", "text_config": text, "vision_config": vision})
+        assert model.parameters / BILLION == pytest.approx(4.3, rel=0.02)
+        assert kinds(model) == (("sliding window of 1,024 tokens", 29), ("full attention", 5))
+        assert model.max_len == 131072
+
+    def test_llava(self) -> None:
+        text = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
+        model = model_of({"model_type": "llava", "text_config": text, "tie_word_embeddings": False})
+        assert model.parameters / BILLION == pytest.approx(6.74, rel=0.01)
+
+    def test_the_embeddings_of_a_model_are_its_head_where_nothing_is_said(self) -> None:
+        """As in transformers' base class: models that keep both say so."""
+        silent = {name: value for name, value in LLAMA31_8B.items() if name != "tie_word_embeddings"}
+        assert model_of(silent).head is None
+
+    def test_layers_for_speculation_are_in_the_files_and_not_in_memory(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK_V3, "num_nextn_predict_layers": 1}))
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 685e9 * 2}}))
+        model = read_model(tmp_path)
+        loaded = plan_weights(model, Setup(version=(0, 33, 0))).value
+        assert loaded / (685e9 * 2) == pytest.approx(671 / 685, rel=0.005)
 
 
 class TestFiles:

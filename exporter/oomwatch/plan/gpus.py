@@ -9,7 +9,7 @@ from oomwatch.observations import Absent
 from oomwatch.plan.memory import GIB, Device, Figure
 from oomwatch.plan.model import ModelError
 from oomwatch.settings import parse_size
-from oomwatch.snapshot import GpuView, Snapshot
+from oomwatch.snapshot import GpuView, HeldMemory, Snapshot
 from oomwatch.status import gpu_label
 
 TOTALS: Mapping[str, float] = {
@@ -97,4 +97,12 @@ def _device(gpu: GpuView) -> Device | None:
         return None
     # An engine sees the total less what the driver reserves (cudaMemGetInfo).
     seen = gpu.memory.total - (gpu.memory.reserved or 0)
-    return Device(f"{gpu_label(gpu)}, {gpu.name}", Figure.exact(seen, "NVML: total less reserved"), gpu.memory.used)
+    holders = () if isinstance(gpu.held, Absent) else tuple((_holder(part), part.used) for part in gpu.held)
+    return Device(
+        f"{gpu_label(gpu)}, {gpu.name}", Figure.exact(seen, "NVML: total less reserved"), gpu.memory.used, holders
+    )
+
+
+def _holder(part: HeldMemory) -> str:
+    holder = part.holder
+    return f"{holder.kind} {holder.name}" if holder.name else "processes that are not known"

@@ -69,11 +69,12 @@ def total(figures: Iterable[Figure], source: str = "") -> Figure:
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU as an engine sees it: ``total`` bytes, of which ``held`` are taken by others."""
+    """One GPU as an engine sees it: ``total`` bytes, of which ``held`` are taken, by ``holders`` as far as known."""
 
     name: str
     total: Figure
     held: int = 0
+    holders: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -332,10 +333,10 @@ def weights(model: Model, setup: Setup, stage: int = 0) -> Figure:
         if not counted:
             share = 1 / setup.ranks
             return _around(model.files_bytes * share, 0.02, "the size given")
-        # A checkpoint may hold layers that vLLM does not load (multi-token prediction), and an encoder in other types.
-        return _around(
-            model.files_bytes * mine / counted, 0.03, "the size of its files, spread as the configuration says"
-        )
+        more = sum(model.part_bytes(part) for layer in model.layers[-model.unloaded :] for part in layer.parts)
+        on_disk = counted + (more if model.unloaded else 0)
+        source = "the size of its files, spread as the configuration says"
+        return _around(model.files_bytes * mine / on_disk, 0.03, source)
     if not model.quantization.sure:
         return Figure(
             mine, mine * 0.2, mine, f"counted from the configuration; {model.quantization.name} may shrink it"

@@ -68,7 +68,8 @@ class Layer:
 class Model:
     """A model as far as memory goes.
 
-    ``files_bytes`` is the size of its weights on disk, None where they are not there. ``unsure`` has what the
+    ``files_bytes`` is the size of its weights on disk, None where they are not there; ``unloaded`` are layers that are
+    in the files and that vLLM loads for speculative decoding only. ``unsure`` has what the
     configuration doesn't tell; ``cache_known`` is False where that leaves out how much the cache takes.
     """
 
@@ -84,6 +85,7 @@ class Model:
     quantization: Quantization
     max_len: int | None
     files_bytes: int | None = None
+    unloaded: int = 0
     unsure: tuple[str, ...] = ()
     cache_known: bool = True
 
@@ -173,6 +175,27 @@ def _files_bytes(folder: Path) -> int | None:
 _LIMIT = 1 << 40
 
 
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "llama": {
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+    },
+    "mistral": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 131072, "sliding_window": 4096,
+        "tie_word_embeddings": False,
+    },
+    "qwen2": {"num_attention_heads": 32, "vocab_size": 151936, "max_position_embeddings": 32768,
+              "tie_word_embeddings": False},
+    "gemma3_text": {
+        "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "max_position_embeddings": 131072,
+        "sliding_window": 4096, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""What the classes of transformers have for keys that a configuration within another one leaves out."""
+
+
 class _Config:
     """A part of a configuration, read by the names that different models give to the same thing."""
 
@@ -218,6 +241,11 @@ class _Config:
         value = self.values.get(name)
         return value if isinstance(value, list) else []
 
+    def with_defaults(self) -> _Config:
+        """With what its family's class has where a key is left out, if it is a part of a configuration."""
+        defaults = _DEFAULTS.get(self.text("model_type"), {}) if self.where else {}
+        return _Config({**defaults, **self.values}, self.where)
+
     def part(self, *names: str) -> _Config | None:
         for name in names:
             value = self.values.get(name)
@@ -232,13 +260,13 @@ def model_of(
     """The model that a configuration describes. Raises ``ModelError`` where a size that matters is missing."""
     whole = _Config(config)
     text = whole.part("text_config", "llm_config", "language_config", "thinker_config") or whole
-    text = text.part("text_config") or text
+    text = (text.part("text_config") or text).with_defaults()
     count = text.positive("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     if count > 10_000:
         raise ModelError(f"the configuration has {count} layers, which no model has")
     hidden = text.positive("hidden_size", "n_embd", "d_model")
-    vocabulary = text.positive("vocab_size", default=whole.number("vocab_size", default=0) or None)
-    tied = text.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", _tied_by_default(text)))
+    vocabulary = text.positive("vocab_size", "padded_vocab_size", default=whole.number("vocab_size", default=0) or None)
+    tied = text.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", True))
     shape = _Shape(text, hidden, count)
     encoder = _encoder(whole)
     unsure = list(shape.unsure)
@@ -257,14 +285,10 @@ def model_of(
         dtype_bytes=_dtype_bytes(dtype or text.text("dtype", "torch_dtype") or whole.text("dtype", "torch_dtype")),
         quantization=quantization(whole.values, text.values, quantized_by),
         max_len=_longest(text),
+        unloaded=min(text.number("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0), count),
         unsure=tuple(unsure),
         cache_known=shape.cache_known,
     )
-
-
-def _tied_by_default(text: _Config) -> bool:
-    """Families whose configuration leaves it out because their class ties."""
-    return text.text("model_type").startswith("gemma")
 
 
 def _padded(vocabulary: int) -> int:
@@ -332,7 +356,9 @@ class _Shape:
         self.kv_heads = text.maybe("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
         if self.kv_heads is None:
             self.kv_heads = 1 if text.flag("multi_query") else self.heads
-        self.head_dim = text.maybe("head_dim", "attention_head_dim") or (hidden // self.heads if self.heads else 0)
+        self.head_dim = text.maybe("head_dim", "attention_head_dim", "kv_channels") or (
+            hidden // self.heads if self.heads else 0
+        )
         self.inner = self._inner()
         self.types = self._types()
         if any(name in text.values for name in ("compress_ratios", "compress_rates")):

@@ -34,7 +34,9 @@ def _head(plan: Plan) -> Iterator[str]:
         )
         if number > 1
     )
-    held = f", of which others hold {units.size(plan.device.held)}" if plan.device.held else ""
+    holders = ", ".join(f"{name} {units.size(size)}" for name, size in plan.device.holders)
+    who = f" ({holders})" if holders else ""
+    held = f", of which others hold {units.size(plan.device.held)}{who}" if plan.device.held else ""
     yield f"{model.name} ({model.family}, {count}, quantization {model.quantization.name}) with vLLM {version}{spread}"
     yield f"on {plan.device.name}: {units.size(plan.device.total.value)}{held}"
     yield (
@@ -156,7 +158,12 @@ def plain(plan: Plan) -> dict[str, object]:
             "quantization": plan.model.quantization.name,
             "unsure": list(plan.model.unsure),
         },
-        "device": {"name": plan.device.name, "total_bytes": _figure(plan.device.total), "held_bytes": plan.device.held},
+        "device": {
+            "name": plan.device.name,
+            "total_bytes": _figure(plan.device.total),
+            "held_bytes": plan.device.held,
+            "holders": [{"name": name, "bytes": size} for name, size in plan.device.holders],
+        },
         "vllm_version": ".".join(map(str, setup.version)),
         "flags": {
             "tensor_parallel_size": setup.tensor_parallel_size,
