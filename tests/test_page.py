@@ -189,6 +189,12 @@ def test_engines_show_their_ranks() -> None:
         assert words in text
 
 
+def test_engines_show_what_the_probes_inside_them_tell() -> None:
+    text = Outline(page_of("full")).text
+    assert "DP0_TP0 on GPU 0: 60 GiB of 65 GiB in use, largest free piece 300 MiB" in text
+    assert "rank 0: 800 of living requests, 150 of finished ones, 512 of nobody" in text
+
+
 def test_last_values_of_an_engine_are_marked_as_the_past() -> None:
     page = page_of("troubled")
     assert "Not the present: last seen <time" in page

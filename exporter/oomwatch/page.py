@@ -24,7 +24,17 @@ from oomwatch.conclusions import (
     time_left,
     unknown_by_reason,
 )
-from oomwatch.observations import Absent, EngineScrape, GpuPoll, Maybe, Memory, RankReading, known
+from oomwatch.observations import (
+    Absent,
+    AllocatorReport,
+    BlockOwners,
+    EngineScrape,
+    GpuPoll,
+    Maybe,
+    Memory,
+    RankReading,
+    known,
+)
 from oomwatch.snapshot import EngineView, GpuView, HeldMemory, MigView, Snapshot, SourceView
 from oomwatch.status import OLD_AFTER, Problem, device_labels, gpu_label, problems
 from oomwatch.verdicts import Verdict
@@ -437,10 +447,35 @@ def _engine_facts(engine: EngineView, labels: Mapping[str, str], now: float) -> 
         total = sum(size or 0 for size in anon)
         least = "at least " if None in anon else ""
         yield "Host memory", f"{least}{units.size(total)} in {len(anon)} process{'es' if len(anon) > 1 else ''}"
+    if engine.allocators:
+        yield "PyTorch's memory", "; ".join(_allocator(engine, report, labels) for report in engine.allocators)
+    if engine.owners:
+        yield "KV blocks' owners", "; ".join(_owners(owners) for owners in engine.owners)
     if engine.last_progress is not None and engine.state not in ("sleeping", "no_traffic_yet", "stats_disabled"):
         yield "Last progress", units.ago(engine.last_progress, now)
     if engine.restarts:
         yield "Restarts seen", str(engine.restarts)
+
+
+def _allocator(engine: EngineView, report: AllocatorReport, labels: Mapping[str, str]) -> str:
+    rank = next((process.rank for process in engine.processes if process.pid == report.pid), None)
+    on = labels.get(report.gpu, report.gpu)
+    where = f"{rank or f'process {report.pid}'}{f' on {on}' if on else ''}"
+    allocated, reserved = report.current("allocated_bytes"), report.current("reserved_bytes")
+    if allocated is None or reserved is None:
+        return f"{where}: not told"
+    text = f"{where}: {units.size(allocated)} of {units.size(reserved)} in use"
+    if report.largest_free_block is not None:
+        text += f", largest free piece {units.size(report.largest_free_block)}"
+    return text
+
+
+def _owners(owners: BlockOwners) -> str:
+    held = f"rank {owners.rank}: {units.count(owners.living)} of living requests"
+    if owners.finished:
+        held += f", {units.count(owners.finished)} of finished ones"
+    lost = "not known" if owners.ownerless is None else units.count(owners.ownerless)
+    return f"{held}, {lost} of nobody"
 
 
 def _ranks(engine: EngineView, now: float) -> str:

@@ -15,6 +15,8 @@ from oomwatch.observations import (
     NOT_READ,
     STALE,
     Absent,
+    AllocatorReport,
+    BlockOwners,
     EngineScrape,
     Maybe,
     Memory,
@@ -537,6 +539,7 @@ _SOURCE_NAMES: Mapping[str, str] = {
     "nvml": "Reading GPUs",
     "vllm": "Reading engines",
     "host": "Reading the host's processes and memory",
+    "allocator": "Reading oomwatch-probe's files",
     "discovery": "The search for vLLM servers",
 }
 
@@ -745,6 +748,8 @@ def _engine(engine: EngineView) -> Plain:
             }
             for process in engine.processes
         ],
+        "allocators": [_allocator(report) for report in engine.allocators],
+        "kv_blocks": [_owners(owners) for owners in engine.owners],
         "gpu_memory_sum_bytes": sum(held.values()) if held is not None else None,
         **_values(
             model_name=shown.model_name if shown else NOT_READ,
@@ -752,6 +757,45 @@ def _engine(engine: EngineView) -> Plain:
             gpu_memory_bytes=_mapped(engine.gpu_memory, dict),
             overhead_bytes=_mapped(engine.overhead, dict),
         ),
+    }
+
+
+def _allocator(report: AllocatorReport) -> Plain:
+    """What oomwatch-probe tells of a process; ``statistics`` have the names of torch.cuda.memory_stats."""
+    failure = report.failure
+    return {
+        "pid": report.pid,
+        "gpu": report.gpu or None,
+        "statistics": dict(report.stats),
+        "largest_free_block_bytes": report.largest_free_block,
+        "free_bytes": report.free,
+        "releasable_bytes": report.releasable,
+        "private_reserved_bytes": report.private_reserved,
+        "private_free_bytes": report.private_free,
+        "backend": report.backend,
+        "expandable_segments": report.expandable,
+        "last_failure": failure
+        and {
+            "time": failure.t,
+            "wanted_bytes": failure.wanted,
+            "free_bytes": failure.free,
+            "allocated_bytes": failure.allocated,
+            "reserved_bytes": failure.reserved,
+        },
+    }
+
+
+def _owners(owners: BlockOwners) -> Plain:
+    """Whose the KV blocks of a rank are, as oomwatch-probe counts them."""
+    return {
+        "rank": owners.rank,
+        "counted": owners.counted,
+        "total": owners.total,
+        "free": owners.free,
+        "cached": owners.cached,
+        "living": owners.living,
+        "finished": owners.finished,
+        "ownerless": owners.ownerless,
     }
 
 
