@@ -57,6 +57,15 @@ class TestIncidents:
         )
         assert [one.cause.name for one in found] == ["engine-stuck", "budget-overrun", "kv-tail-waste", "headroom-low"]
 
+    def test_of_a_crash_loop_what_says_why_is_acted_on_first(self) -> None:
+        about = Subject(engine="llama-8b")
+        loop = replace(verdict("crash-loop", "page", about), advice=("Undo what changed.",))
+        why = replace(verdict("runtime-oom", "ticket", about), advice=("Lower it.",))
+        (incident,) = incidents(judged(loop, why))
+        assert incident.advice == ("Lower it.", "Undo what changed.")
+        (alone,) = incidents(judged(loop))
+        assert alone.advice == ("Undo what changed.",)
+
     def test_a_symptom_that_pages_makes_a_ticket_critical(self) -> None:
         (incident,) = incidents(judged(leaking(RANK, "ticket"), stuck()))
         assert incident.severity == "critical"

@@ -183,7 +183,7 @@ def _incident(incident: Incident, snapshot: Snapshot) -> Iterator[str]:
         f"  {cause.name} ({cause.killer}), incident {incident.id}, {began}, {confidence_text(cause.confidence)}"
         f"{f', time left: {left}' if left else ''}"
     )
-    for number, action in enumerate(cause.advice, 1):
+    for number, action in enumerate(incident.advice, 1):
         yield f"  {number}. {action}"
     for name, text in evidence_text(cause, labels):
         yield f"    {name}: {text}"

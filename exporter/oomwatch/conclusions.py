@@ -16,6 +16,9 @@ from oomwatch.verdicts import Verdict
 SEVERITY_OF: Mapping[State, str] = {"page": "critical", "ticket": "warning", "info": "info"}
 
 
+_SAY_WHY = ("startup-refused", "startup-oom", "runtime-oom")
+
+
 @dataclass(frozen=True)
 class Incident:
     """What belongs together: the worst cause first, and what the causes explain.
@@ -35,6 +38,13 @@ class Incident:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         return self.causes + self.symptoms
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do. Of a cause that says only that something happens again, what says why goes first."""
+        why = [one for one in self.symptoms if self.cause.name == "crash-loop" and one.name in _SAY_WHY and one.advice]
+        latest = max(why, key=lambda verdict: (verdict.level, verdict.since), default=None)
+        return self.cause.advice if latest is None else (*latest.advice, *self.cause.advice)
 
     @property
     def since(self) -> float:

@@ -148,7 +148,7 @@ def _annotations(incident: Incident, devices: Mapping[str, str], place: Place) -
         for one in incident.verdicts
         if not one.silenced and LEVEL[one.state] >= LEVEL["info"]
     )
-    action = cause.advice[0] if cause.advice else "Open the daemon's page."
+    action = incident.advice[0] if incident.advice else "Open the daemon's page."
     pace = f" Time left: {left}." if left else ""
     lines = [
         f"{place.name}: {statement(cause, devices)}",

@@ -211,7 +211,7 @@ def _incident(problem: Problem, incident: Incident, labels: Mapping[str, str], n
         facts.insert(1, ("Time left", escape(left)))
     facts.append(("Killer", escape(cause.killer)))
     facts.append(("Incident", escape(incident.id)))
-    advice = "".join(f"<li>{escape(action)}</li>" for action in cause.advice)
+    advice = "".join(f"<li>{escape(action)}</li>" for action in incident.advice)
     return (
         f'<li class="{problem.severity} incident"><span class="severity">{_ICONS[problem.severity]} '
         f'{problem.severity}</span><span class="name">{escape(cause.name)}</span>'

@@ -115,7 +115,7 @@ def _of_verdicts(snapshot: Snapshot, seen: Iterable[Problem]) -> Iterator[Proble
             kind,
             name,
             statement(cause, labels),
-            " ".join(cause.advice),
+            " ".join(incident.advice),
             incident.since,
             incident.id,
             tuple(dict.fromkeys(verdict.name for verdict in incident.verdicts)),

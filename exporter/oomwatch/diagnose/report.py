@@ -273,14 +273,9 @@ def _incident(incident: Incident) -> Iterator[str]:
     for title, verdicts in (("the same elsewhere", incident.causes[1:]), ("explains", incident.symptoms)):
         for verdict in verdicts:
             yield f"  {title}: {verdict.name}: {statement(verdict, {})}"
-    # A crash loop or a neighbour is the cause; what the engine said of itself has its own way out.
-    for verdict in (cause, *(one for one in incident.symptoms if one.name in _SAID_BY_LOGS)):
-        yield f"  What to do{'' if verdict is cause else f' about {verdict.name}'}"
-        for number, action in enumerate(verdict.advice, 1):
-            yield f"  {number}. {action}"
-
-
-_SAID_BY_LOGS = ("startup-refused", "startup-oom", "runtime-oom")
+    yield "  What to do"
+    for number, action in enumerate(incident.advice, 1):
+        yield f"  {number}. {action}"
 
 
 # --- as plain data -----------------------------------------------------------------------------------------------
