@@ -235,6 +235,31 @@ class ProbeConfig(Section):
     )
 
 
+class EngineLogConfig(Section):
+    """Where an engine's log is. One of file, journal and container says it."""
+
+    file: File | None = Field(default=None, description="The file that it is written to, through rotation.")
+    journal: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="The systemd unit that it runs as, such as vllm.service.",
+    )
+    container: str | None = Field(
+        default=None,
+        pattern=r"^[0-9a-f]{12,64}$",
+        description="The container's id, or the beginning of it; its runtime's log file is read.",
+    )
+
+    @classmethod
+    def contradictions(cls, data: Mapping[str, Any]) -> Iterator[Contradiction]:
+        given = [key for key in ("file", "journal", "container") if data.get(key)]
+        if not given:
+            yield Contradiction((), "one of file, journal and container is required")
+        if len(given) > 1:
+            yield Contradiction((given[1],), f"{given[0]} is set as well. Keep one")
+
+
 class EngineConfig(Section):
     """A vLLM server to scrape, and what is known of it."""
 
@@ -277,6 +302,9 @@ class EngineConfig(Section):
     )
     gpus: Gpus | None = Field(
         default=None, description="The engine's GPUs or MIG slices, where its processes cannot be found."
+    )
+    log: EngineLogConfig | None = Field(
+        default=None, description="The engine's log, where its processes do not show where they write it."
     )
 
     @classmethod
@@ -376,6 +404,22 @@ class NvmlConfig(Section):
         ge=1,
         le=86400,
         description="How long the driver stays given back after /-/release or SIGUSR1, unless it is taken back before.",
+    )
+
+
+class EngineLogsConfig(Section):
+    """Reading the engines' own logs. Only numbers are kept of them, never text."""
+
+    enabled: bool = Field(
+        default=True,
+        description="Whether engines' logs are read: where their processes write them, or where engines.log says.",
+    )
+    interval: Duration = Field(default=10.0, ge=1, le=300, description="How often they are looked at.")
+    docker_directory: Folder = Field(
+        default=Path("/var/lib/docker/containers"), description="Where Docker keeps its containers' log files."
+    )
+    kubernetes_directory: Folder = Field(
+        default=Path("/var/log/containers"), description="Where the kubelet links its containers' log files."
     )
 
 
@@ -608,6 +652,7 @@ class Config(Section):
     intervals: IntervalsConfig = Field(default=IntervalsConfig())
     nvml: NvmlConfig = Field(default=NvmlConfig())
     probe: InsideConfig = Field(default=InsideConfig())
+    engine_logs: EngineLogsConfig = Field(default=EngineLogsConfig())
     neighbours: tuple[NeighbourConfig, ...] = Field(
         default=(), description="Known users of GPU memory that are no engines."
     )

@@ -52,6 +52,7 @@ def cadence_of(config: Config) -> Cadence:
             (engine.probe.interval + engine.probe.timeout for engine in config.engines if engine.probe), default=360.0
         ),
         allocator=config.probe.interval,
+        log=config.engine_logs.interval,
         intervals_to_stale=config.exposition.stale_after_intervals,
         forget_after=config.exposition.forget_after,
     )

@@ -25,6 +25,8 @@ EXAMPLE = f"""\
 engines:
   - name: chat
     url: http://127.0.0.1:8000
+    log:
+      container: 7d4e0b6a1f22
   - name: embeddings
     url: https://gpu-7.example.org:8443/metrics
     timeout: 3s
@@ -42,6 +44,8 @@ engines:
     max_model_len: 8192
     kv_connector: false
     weights_bytes: 15.25GiB
+    log:
+      file: /var/log/vllm/embeddings.log
   - name: batch
     url: http://127.0.0.1:8001
     bearer_token_file: secrets/batch-token
@@ -54,6 +58,8 @@ engines:
     kv_pool_blocks: 27000
     kv_pool_bytes: 48GiB
     gpus: [GPU-5a3f0c1e-93b1-4d6e-8f0a-2b7c9d1e4f60]
+    log:
+      journal: vllm-batch.service
 
 discovery:
   enabled: true
@@ -74,6 +80,12 @@ nvml:
 probe:
   directory: [/run/oomwatch, /srv/vllm/probe]
   interval: 5s
+
+engine_logs:
+  enabled: true
+  interval: 10s
+  docker_directory: /var/lib/docker/containers
+  kubernetes_directory: /var/log/containers
 
 neighbours:
   - name: dcgm

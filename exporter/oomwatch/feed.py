@@ -11,7 +11,7 @@ from typing import Protocol
 
 import structlog
 
-from oomwatch.config import Config, EngineConfig, ProbeConfig, TlsConfig
+from oomwatch.config import Config, EngineConfig, EngineLogConfig, ProbeConfig, TlsConfig
 from oomwatch.logs import Repeats
 from oomwatch.observations import (
     Absent,
@@ -26,6 +26,7 @@ from oomwatch.observations import (
 from oomwatch.snapshot import Snapshot, devices
 from oomwatch.sources.allocator import FILE_STATES, AllocatorSource
 from oomwatch.sources.discovery import Discovery, merge
+from oomwatch.sources.enginelog import ContainerFile, EngineLogSource, File, Journal, Place, Places
 from oomwatch.sources.host import HostSource
 from oomwatch.sources.nvml import CallStats, NvmlSource
 from oomwatch.sources.proc import ProcessTable
@@ -81,9 +82,10 @@ class _Engine:
     scraper: EngineScraper | None
     probe: EngineProbe | None
     probe_interval: float
+    log: EngineLogSource | None = None
 
     def close(self) -> None:
-        for part in (self.scraper, self.probe):
+        for part in (self.scraper, self.probe, self.log):
             if part is not None:
                 part.close()
 
@@ -112,6 +114,7 @@ class NodeFeed:
         self._host_turn = threading.Lock()
         self._table = table
         self._probes = self._new_probes()
+        self._places = self._new_places()
         self._nvml = self._new_nvml()
         self._first: set[str] = {"GPUs", "engines", "host"}
         self._seen_pids: frozenset[int] = frozenset()
@@ -134,6 +137,8 @@ class NodeFeed:
                     jobs[f"engine {name}"] = Job(every.scrape, _scrape_of(self, name), min(1.0, every.scrape * 0.05))
                 if engine.probe is not None:
                     jobs[f"probe {name}"] = Job(engine.probe_interval, engine.probe.probe)
+                if engine.log is not None:
+                    jobs[f"log {name}"] = Job(self._config.engine_logs.interval, _log_of(self, name))
         return jobs
 
     def read_gpus(self) -> None:
@@ -197,6 +202,13 @@ class NodeFeed:
         faults = [f"{one.path}: {one.why}" for one in source.outcomes if one.state in ("silent", "unreadable")]
         self._note("probes", "files of oomwatch-probe", "; ".join(faults[:3]))
 
+    def read_log(self, name: str) -> None:
+        """Reads what is new in the log of one engine; returns within seconds."""
+        with self._lock:
+            engine = self._engines.get(name)
+        if engine is not None and engine.log is not None:
+            self._note(f"log {name}", "log of the engine", engine.log.read(), engine=name)
+
     def engine_names(self) -> tuple[str, ...]:
         """Engines that have a page to scrape."""
         with self._lock:
@@ -237,6 +249,8 @@ class NodeFeed:
             self._nvml = self._new_nvml()
         if config.probe.directory != before.probe.directory:
             self._probes = self._new_probes()
+        if config.engine_logs != before.engine_logs:
+            self._places = self._new_places()
         self._watch(self._found if config.discovery.enabled else ())
 
     def close(self) -> None:
@@ -284,20 +298,43 @@ class NodeFeed:
             if old.facts != facts:
                 old.facts = facts
                 self._publish(EngineUpdate(self._clock(), facts))
+            self._follow_log(old, settings)
             return
         if old is not None:
             old.close()
         scraper = EngineScraper(facts.name, facts.target, options, self._clock) if facts.target else None
         probe = self._probe(facts, asked, options) if asked is not None and facts.target else None
-        self._engines[facts.name] = _Engine(facts, made_from, scraper, probe, asked.interval if asked else 0.0)
+        engine = _Engine(facts, made_from, scraper, probe, asked.interval if asked else 0.0)
+        self._engines[facts.name] = engine
         self._publish(EngineUpdate(self._clock(), facts))
+        self._follow_log(engine, settings)
         if old is None:
             _log.info("engine watched", engine=facts.name, target=facts.target, origin=facts.origin)
+
+    def _follow_log(self, engine: _Engine, settings: EngineConfig | None) -> None:
+        """Follow the log where it is written now; where nothing shows that, go on where it was."""
+        if not self._config.engine_logs.enabled:
+            place = None
+        elif settings is not None and settings.log is not None:
+            place = _place(settings.log)
+        else:
+            place = self._places.of_processes(engine.facts.pids or ())
+            if place is None and engine.log is not None:
+                return
+        old = engine.log
+        if old is not None and place is not None and old.follows_the_same(place):
+            return
+        engine.log = None
+        if place is not None:
+            engine.log = EngineLogSource(engine.facts.name, place, self._places, self._publish, self._clock)
+        if old is not None:
+            old.close()
 
     def _unwatch(self, name: str) -> None:
         engine = self._engines.pop(name)
         engine.close()
-        self._repeats.forget(f"engine {name}")
+        for what in ("engine", "log"):
+            self._repeats.forget(f"{what} {name}")
         if engine.facts.origin == "discovery":
             self._publish(EngineUpdate(self._clock(), engine.facts, gone=True))
             _log.info("engine ended", engine=name)
@@ -353,6 +390,9 @@ class NodeFeed:
             table=self._table,
         )
 
+    def _new_places(self) -> Places:
+        return Places(self._config.engine_logs.docker_directory, self._config.engine_logs.kubernetes_directory)
+
     def _engine_of(self, pid: int) -> str | None:
         for engine in self._snapshot().engines:
             if pid in (engine.facts.pids or ()) or any(process.pid == pid for process in engine.processes):
@@ -383,6 +423,17 @@ class NodeFeed:
 
 def _scrape_of(feed: NodeFeed, name: str) -> Callable[[], None]:
     return lambda: feed.scrape(name)
+
+
+def _log_of(feed: NodeFeed, name: str) -> Callable[[], None]:
+    return lambda: feed.read_log(name)
+
+
+def _place(log: EngineLogConfig) -> Place:
+    """Where a log is, as configured."""
+    if log.file is not None:
+        return File(str(log.file))
+    return Journal(log.journal) if log.journal is not None else ContainerFile(log.container or "")
 
 
 def _path(file: object) -> str | None:

@@ -72,6 +72,7 @@ class Cadence:
     discovery: float = 15.0
     probe: float = 360.0
     allocator: float = 15.0
+    log: float = 15.0
     intervals_to_stale: float = 3.0
     forget_after: float = 24 * 3600.0
 
@@ -89,6 +90,7 @@ _INTERVAL_OF = {
     "discovery": "discovery",
     "probe": "probe",
     "allocator": "allocator",
+    "log": "log",
 }
 
 
@@ -370,7 +372,7 @@ class Node:
             engine.facts = _merge(engine.facts, update.facts)
         if update.gone:
             engine.gone_at, engine.scrape = self._t, None
-            for source in ("vllm", "probe"):
+            for source in ("vllm", "probe", "log"):
                 self._sources.pop((source, update.facts.name), None)
         else:
             engine.gone_at = None
@@ -438,7 +440,8 @@ class Node:
             self._gpus.pop(target, None)
         if source == "vllm":
             self._engines.pop(target, None)
-            self._sources.pop(("probe", target), None)
+            for beside in ("probe", "log"):
+                self._sources.pop((beside, target), None)
 
     def _silence(self, pid: int) -> None:
         """What a process told of itself ends with it."""

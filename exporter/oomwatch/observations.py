@@ -454,8 +454,8 @@ class BlockOwners:
 class SourceRun:
     """One run of a source against a target: whether it succeeded, and how long it took in seconds.
 
-    ``source`` is ``nvml``, ``vllm``, ``probe``, ``allocator``, ``host`` or ``discovery``; ``target`` a device's uuid,
-    an engine's name, a directory, or empty.
+    ``source`` is ``nvml``, ``vllm``, ``probe``, ``allocator``, ``log``, ``host`` or ``discovery``; ``target`` a
+    device's uuid, an engine's name, a directory, or empty.
     """
 
     t: float

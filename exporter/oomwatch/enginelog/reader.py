@@ -140,6 +140,12 @@ def _clock(head: bytes) -> float | None:
     return (moment - datetime(2000, 1, 1)).total_seconds()  # noqa: DTZ001 (a leap year without a zone)
 
 
+def last_clock(data: bytes) -> float | None:
+    """The last clock of a line in a piece of a log, as an entry has it; None where there is none."""
+    found = list(_CLOCK.finditer(data))
+    return _clock(found[-1].group()) if found else None
+
+
 class Reader:
     """Cuts a stream of bytes into lines and parses those that may say something. One stream, one reader."""
 

@@ -371,7 +371,7 @@ TABLE: tuple[Shape, ...] = (
     Shape(OutOfMemory, b"std::bad_alloc", r"std::bad_alloc", given={"host": True}),
     Shape(
         Step,
-        b'  File "',
+        b"  File ",
         rf'File "[^"]*", line \d+, in (?P<step>{"|".join(sorted(map(re.escape, (n.decode() for n in _STEPS))))})\s*$',
         steps=_STEPS,
     ),

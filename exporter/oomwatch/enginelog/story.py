@@ -145,6 +145,7 @@ class Story:
     def __init__(self) -> None:
         self.starts: deque[StartUp] = deque(maxlen=STARTS_KEPT)
         self.ran_out: Counter[tuple[str, str]] = Counter()
+        self._told = 0.0  # the time of the latest entry
         self._steps: dict[int | None, tuple[float, str]] = {}  # by pid: the last telling line of a traceback
 
     @property
@@ -172,6 +173,9 @@ class Story:
         Gives what is new about how the engine fares: what another process only repeats is None.
         """
         event, origin = entry.event, entry.origin
+        if entry.age and t < self._told - _INTERLEAVED:
+            return None  # read back once more, by another run of the daemon
+        self._told = max(self._told, t)
         if isinstance(event, Step):
             self._step(t, origin.pid, event.step)
             return None

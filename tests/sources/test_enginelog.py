@@ -1,0 +1,375 @@
+"""Engines' logs, followed where they are written: files through rotation, containers' files, the journal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from oomwatch.enginelog.lines import entry_of
+from oomwatch.observations import LogLine, Observation, SourceRun
+from oomwatch.sources.enginelog import ContainerFile, EngineLogSource, File, Journal, Place, Places
+from oomwatch.sources.enginelog.files import CannotRead, FollowedFile
+from oomwatch.sources.enginelog.journal import FollowedJournal
+
+START = (
+    "(EngineCore pid=1) INFO {clock} [core.py:1] Initializing a V1 LLM engine (v0.32.0) with config: max_seq_len=512\n"
+)
+POOL = "(EngineCore pid=1) INFO {clock} [x.py:1] GPU KV cache size: 1,040 tokens\n"
+FAILED = "(EngineCore pid=1) ERROR {clock} [core.py:1] EngineCore failed to start.\n"
+NOISE = '(APIServer pid=2) INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 200 OK\n'
+NOW = 1_800_000_000.0
+
+
+def at(line: str, clock: str = "11-30 09:00:00") -> str:
+    return line.format(clock=clock)
+
+
+class Source:
+    """A source over a place, and what it told."""
+
+    def __init__(self, place: Place, places: Places | None = None) -> None:
+        self.told: list[Observation] = []
+        self.source = EngineLogSource("chat", place, places or Places(), self.told.append, clock=lambda: NOW)
+
+    def read(self) -> list[str]:
+        """One pass: the events that it told."""
+        before = len(self.told)
+        self.error = self.source.read()
+        return [one.event or "" for one in self.told[before:] if isinstance(one, LogLine)]
+
+    def ages(self) -> list[float]:
+        entries = [entry_of(one) for one in self.told if isinstance(one, LogLine)]
+        return [entry.age for entry in entries if entry is not None]
+
+    @property
+    def up(self) -> bool:
+        return next(one.ok for one in reversed(self.told) if isinstance(one, SourceRun))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "vllm.log"
+    path.write_text("")
+    return path
+
+
+@pytest.fixture
+def source(log: Path) -> Iterator[Source]:
+    source = Source(File(str(log)))
+    assert source.read() == []
+    yield source
+    source.source.close()
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_told_as_they_are_written_in_whatever_pieces(log: Path, source: Source) -> None:
+    whole = at(POOL)
+    append(log, NOISE + whole[:50])
+    assert source.read() == []
+    append(log, whole[50:] + at(FAILED))
+    assert source.read() == ["kv_pool", "died"]
+    assert source.read() == []
+    assert source.up
+
+
+def test_a_rotated_file_is_read_to_its_end_and_the_new_one_from_its_beginning(log: Path, source: Source) -> None:
+    append(log, at(POOL))
+    log.rename(log.with_suffix(".1"))
+    append(log.with_suffix(".1"), at(FAILED))
+    assert source.read() == ["kv_pool", "died"]
+    log.write_text(at(START))
+    assert source.read() == ["start"]
+
+
+def test_a_file_that_is_copied_and_truncated_goes_on_from_its_beginning(log: Path, source: Source) -> None:
+    append(log, at(POOL) * 3)
+    assert source.read() == ["kv_pool"] * 3
+    os.truncate(log, 0)
+    append(log, at(FAILED))
+    assert source.read() == ["died"]
+
+
+def test_half_a_line_of_a_file_that_is_gone_does_not_run_into_the_next_file(log: Path, source: Source) -> None:
+    append(log, "INFO prompt: 'half a line")
+    assert source.read() == []
+    log.unlink()
+    log.write_text(at(POOL))
+    assert source.read() == ["kv_pool"]
+
+
+def test_what_was_written_before_is_read_back_to_the_last_start_with_its_age(log: Path) -> None:
+    log.write_text(
+        at(FAILED, "11-30 07:00:00")
+        + NOISE * 20_000  # 1.6 MB
+        + at(START, "11-30 09:00:00")
+        + at(POOL, "11-30 09:00:20")
+        + NOISE * 10
+        + "INFO 11-30 09:01:00 [x.py:1] something\n"
+    )
+    written = time.time() - 600
+    os.utime(log, (written, written))
+    source = Source(File(str(log)))
+    assert source.read() == ["start", "kv_pool"]
+    assert source.ages() == pytest.approx([660, 640], abs=5)
+    append(log, at(FAILED))
+    assert source.read() == ["died"]
+    assert source.ages()[-1] == 0.0
+    source.source.close()
+
+
+def test_of_gigabytes_of_history_a_bounded_part_is_read(log: Path) -> None:
+    log.write_text(at(START) + at(POOL))
+    os.truncate(log, 6 * 1024**3)  # a hole, which costs no disk
+    append(log, "\n" + at(FAILED))
+    source = Source(File(str(log)))
+    begin = time.process_time()
+    assert source.read() == ["died"]
+    assert time.process_time() - begin < 2.0
+    source.source.close()
+
+
+def test_between_the_last_start_and_the_end_of_a_long_file_the_middle_is_left_out(log: Path) -> None:
+    log.write_text(at(START) + at(POOL) + NOISE * 100 + "x" * 20_000_000 + "\n" + at(FAILED))
+    source = Source(File(str(log)))
+    assert source.read() == ["start", "kv_pool", "died"]
+    source.source.close()
+
+
+def test_where_reading_begins_in_the_middle_of_a_line_its_rest_is_left_out(log: Path) -> None:
+    log.write_text("INFO prompt: '" + "x" * 3_000_000 + at(FAILED).strip() + "\n" + at(POOL))
+    source = Source(File(str(log)))
+    assert source.read() == ["kv_pool"]
+    source.source.close()
+
+
+def test_a_log_that_cannot_be_read_is_told_and_tried_again(tmp_path: Path) -> None:
+    source = Source(File(str(tmp_path / "not-there.log")))
+    assert source.read() == []
+    assert not source.up
+    assert "no such file" in source.error
+    assert "Check the path" in source.error
+    (tmp_path / "not-there.log").write_text(at(POOL))
+    assert source.read() == ["kv_pool"]
+    assert source.up
+
+
+def test_a_pipe_or_a_folder_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(CannotRead, match="is no file"):
+            FollowedFile(str(path)).read()
+
+
+def test_closing_reads_what_is_left(log: Path, source: Source) -> None:
+    append(log, at(FAILED))
+    source.source.close()
+    assert [one.event for one in source.told if isinstance(one, LogLine)] == ["died"]
+    assert source.read() == []
+
+
+def test_memory_stays_small_however_fast_it_is_written(log: Path, source: Source) -> None:
+    append(log, NOISE * 1000 + "x" * 90_000_000)  # more than is read on: the rest is left out
+    append(log, "\n" + at(FAILED))
+    assert source.read() == ["died"]
+
+
+SECRET = "sk-f00dcafe"
+
+
+def test_nothing_of_the_text_is_published(log: Path, source: Source) -> None:
+    append(log, f"INFO 11-30 09:00:00 [x.py:1] Received request a: prompt: '{SECRET} {at(FAILED).strip()}'\n")
+    append(log, f"INFO 11-30 09:00:00 [x.py:1] args: Namespace(api_key='{SECRET}', max_model_len=512)\n")
+    append(log, f"({SECRET} pid=1) ERROR 11-30 09:00:00 [x.py:1] EngineCore failed to start. {SECRET}\n")
+    assert source.read() == ["settings", "died"]
+    assert SECRET not in repr(source.told)
+
+
+# --- containers --------------------------------------------------------------------------------------------------
+
+CONTAINER = "f" * 64
+
+
+def test_docker_s_json_file_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / CONTAINER
+    folder.mkdir()
+    path = folder / f"{CONTAINER}-json.log"
+    path.write_text("")
+    source = Source(ContainerFile(CONTAINER[:12]), Places(docker=tmp_path, kubernetes=tmp_path / "none"))
+    assert source.read() == []
+    lines = (at(POOL), '  File "/x.py", line 1, in load_model\n', at(FAILED))
+    append(
+        path,
+        "".join(json.dumps({"log": line, "stream": "stderr", "time": "2026-11-30T09:00:00Z"}) + "\n" for line in lines),
+    )
+    assert source.read() == ["kv_pool", "step", "died"]
+    source.source.close()
+
+
+def test_a_kubelet_s_link_to_a_cri_file_is_read_and_followed_to_the_next(tmp_path: Path) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    first = tmp_path / "0.log"
+    first.write_text("")
+    link = links / f"vllm-0_default_server-{CONTAINER}.log"
+    link.symlink_to(first)
+    source = Source(ContainerFile(CONTAINER), Places(docker=tmp_path / "none", kubernetes=links))
+    assert source.read() == []
+    append(first, "2026-11-30T09:00:00.123456789Z stdout F " + at(POOL))
+    assert source.read() == ["kv_pool"]
+    second = tmp_path / "1.log"
+    second.write_text("2026-11-30T09:10:00.123456789Z stderr F " + at(FAILED))
+    link.unlink()
+    link.symlink_to(second)
+    assert source.read() == ["died"]
+    source.source.close()
+
+
+def test_a_container_without_a_log_file_is_told_with_what_it_needs(tmp_path: Path) -> None:
+    source = Source(ContainerFile(CONTAINER), Places(docker=tmp_path, kubernetes=tmp_path))
+    source.read()
+    assert not source.up
+    assert "json-file driver" in source.error
+
+
+# --- where a process writes --------------------------------------------------------------------------------------
+
+
+def test_a_process_shows_the_file_that_its_output_goes_to(log: Path) -> None:
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"import sys; print({at(POOL)!r}, end='', flush=True); sys.stdin.read()"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        place = Places().of_processes([process.pid])
+        assert place == File(f"/proc/{process.pid}/fd/2")
+        source = Source(place)
+        wait_for(lambda: source.read() == ["kv_pool"])
+        assert source.source.follows_the_same(File(str(log)))
+        assert not source.source.follows_the_same(File("/dev/null"))
+        append(log, at(FAILED))
+        assert source.read() == ["died"]
+        source.source.close()
+    finally:
+        process.communicate(b"", timeout=10)
+
+
+def test_a_process_without_a_file_shows_nothing() -> None:
+    process = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert Places().of_processes([process.pid, 2**22 + 1]) is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "output", "place"),
+    [
+        ("0::/system.slice/vllm@a.service", "socket:[1]", Journal("vllm@a.service")),
+        ("0::/system.slice/vllm.service/worker", "socket:[1]", Journal("vllm.service")),
+        ("0::/system.slice/vllm.service", "/dev/null", None),
+        ("0::/user.slice/session-1.scope", "socket:[1]", None),
+        (f"0::/system.slice/docker-{CONTAINER}.scope", "pipe:[1]", ContainerFile(CONTAINER)),
+        ("0::/system.slice/docker-" + "e" * 64 + ".scope", "pipe:[1]", None),
+    ],
+)
+def test_units_write_to_the_journal_and_containers_to_their_runtime(
+    tmp_path: Path, cgroup: str, output: str, place: Place | None
+) -> None:
+    (tmp_path / "proc/7/fd").mkdir(parents=True)
+    (tmp_path / "proc/7/cgroup").write_text(cgroup + "\n")
+    for descriptor in ("1", "2"):
+        (tmp_path / "proc/7/fd" / descriptor).symlink_to(output)
+    (tmp_path / f"docker/{CONTAINER}").mkdir(parents=True)
+    (tmp_path / f"docker/{CONTAINER}/{CONTAINER}-json.log").write_text("")
+    places = Places(tmp_path / "docker", tmp_path / "kubernetes", tmp_path / "proc")
+    assert places.of_processes([7]) == place
+
+
+# --- the journal -------------------------------------------------------------------------------------------------
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def journal() -> Iterator[tuple[str, Callable[[str], None]]]:
+    """A real journal of its own, and how the unit vllm.service writes to it."""
+    daemon = Path("/usr/lib/systemd/systemd-journald")
+    if not daemon.exists() or os.geteuid() != 0 or shutil.which("journalctl") is None:
+        pytest.skip("needs systemd (Debian: systemd) and root")
+    namespace = f"oomwatch-{os.getpid()}"
+    runtime = Path(f"/run/systemd/journal.{namespace}")
+    runtime.parent.mkdir(exist_ok=True)
+    process = subprocess.Popen([str(daemon), namespace], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    writer = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+    def write(line: str) -> None:
+        fields = f"MESSAGE={line.rstrip()}\nOBJECT_SYSTEMD_UNIT=vllm.service\nSYSLOG_IDENTIFIER=vllm\n"
+        writer.sendto(fields.encode(), str(runtime / "socket"))
+
+    try:
+        wait_for((runtime / "socket").exists)
+        yield namespace, write
+    finally:
+        writer.close()
+        process.terminate()
+        process.wait(10)
+        for folder in (
+            runtime,
+            *Path("/var/log/journal").glob(f"*.{namespace}"),
+            *Path("/run/log/journal").glob(f"*.{namespace}"),
+        ):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_unit_s_lines_in_the_journal_are_told(journal: tuple[str, Callable[[str], None]]) -> None:
+    namespace, write = journal
+    write(at(POOL))
+    followed = FollowedJournal("vllm.service", namespace)
+    seen = b""
+
+    def has(line: str) -> bool:
+        nonlocal seen
+        piece = followed.read()
+        seen += piece.data if piece is not None else b""
+        return line.encode() in seen
+
+    try:
+        wait_for(lambda: has(at(POOL)))
+        write(at(FAILED))
+        wait_for(lambda: has(at(FAILED)))
+        assert seen.decode() == at(POOL) + at(FAILED)
+    finally:
+        followed.close()
+
+
+def test_a_journal_that_cannot_be_read_is_told_and_its_reader_ended() -> None:
+    with pytest.raises(CannotRead, match="no unit's name"):
+        FollowedJournal("--vacuum-size=1")
+    source = Source(Journal("no such unit"))
+    source.read()
+    assert not source.up
