@@ -81,6 +81,8 @@ def test_sizes_do_in_place_of_a_model() -> None:
         (["--weights", "1GiB", "--gpu", "A100"], "could be A100 40GB or A100 80GB"),
         (["--weights", "1GiB", "--gpu", "80Q"], "--gpu 80Q is no size"),
         (["--weights", "16G"], "16G is no size"),
+        (["--max-model-len", "long"], "long is no number of tokens"),
+        (["--max-model-len", "0"], "0 is no number of tokens"),
         (["--weights", "1GiB", "--gpu", "H100", "--vllm-version", "new"], "new is no release of vLLM"),
     ],
 )
@@ -88,6 +90,12 @@ def test_what_is_missing_or_wrong_is_said_with_status_2(arguments: list[str], sa
     result = typed(*arguments)
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.parametrize(("given", "tokens"), [("32768", 32768), ("32k", 32000), ("32K", 32768), ("1.5k", 1500)])
+def test_lengths_are_read_as_vllm_reads_them(model: Path, given: str, tokens: int) -> None:
+    result = typed(model, "--gpu", "H200", "--max-model-len", given, "--format", "json")
+    assert json.loads(result.output)["flags"]["max_model_len"] == tokens
 
 
 class TestGpus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -32,7 +33,22 @@ class _Size(click.ParamType[int]):
             self.fail(f"{value} is no size: {error}. Write one such as 16GiB", param, ctx)
 
 
+class _Tokens(click.ParamType[int]):
+    """As vLLM reads its numbers of tokens: ``32k`` is 32,000 and ``32K`` is 32,768 (vllm/engine/arg_utils.py)."""
+
+    name = "tokens"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,6}))?([kKmM]?)", str(value))
+        count = int(float(f"{found[1]}.{found[2] or 0}") * _FACTORS[found[3]]) if found else 0
+        if count < 1:
+            self.fail(f"{value} is no number of tokens. Write one such as 32768 or 32k", param, ctx)
+        return count
+
+
+_FACTORS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 _SIZE = _Size()
+_TOKENS = _Tokens()
 _count = click.IntRange(min=1)
 
 
@@ -52,9 +68,9 @@ _count = click.IntRange(min=1)
 @click.option("--kv-cache-dtype", metavar="TYPE", default="auto")
 @click.option("--block-size", type=_count)
 @click.option("--gpu-memory-utilization", type=click.FloatRange(0, 1, min_open=True))
-@click.option("--max-model-len", type=_count)
+@click.option("--max-model-len", type=_TOKENS)
 @click.option("--max-num-seqs", type=_count)
-@click.option("--max-num-batched-tokens", type=_count)
+@click.option("--max-num-batched-tokens", type=_TOKENS)
 @click.option("--enforce-eager", is_flag=True)
 @click.option("--kv-cache-memory-bytes", type=_SIZE)
 @click.option("--num-gpu-blocks-override", type=_count)
