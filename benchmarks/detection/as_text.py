@@ -1,0 +1,137 @@
+"""Runs as real text through the whole daemon: ``python -m benchmarks.detection.as_text``.
+
+Of every family a run of some hours, with its fault two hours after the start: each of the engine's pages is written as
+the text of /metrics, read by the daemon's own reader, folded and judged with every verdict in the daemon's pipeline,
+and what the daemon then exposes is read back as Prometheus would. All that is compared with the observations that the
+benchmark makes without any text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.detection.families import FAMILIES, Scenario
+from benchmarks.detection.ours import detect_all
+from benchmarks.detection.render import facts, observations, page
+from benchmarks.detection.sets import load
+from benchmarks.detection.traffic import Traces
+from benchmarks.detection.world import Run, build
+from oomwatch.exposition import ConfigStatus, SnapshotCollector, registry, render
+from oomwatch.judge import Judge
+from oomwatch.node import Node
+from oomwatch.observations import EngineScrape, Observation, Tick
+from oomwatch.pipeline import Pipeline
+from oomwatch.sources.vllm.meaning import read_page
+from oomwatch.sources.vllm.pages import read
+from oomwatch.verdicts import Verdict
+
+ONSET = 2 * 3600.0
+States = dict[tuple[str, tuple[tuple[str, str], ...]], str]
+
+
+def shortened(scenario: Scenario, hours: float) -> Scenario:
+    """The scenario's first hours on one GPU, with its fault at ONSET and as fast as it may be."""
+    shift = ONSET - (scenario.events[0].begin if scenario.events else 0.0)
+    return scenario._replace(
+        days=hours / 24,
+        ranks=1,
+        leak=scenario.leak._replace(onset=ONSET, hours=hours / 2),
+        gpu_fault=scenario.gpu_fault._replace(onset=ONSET),
+        host_onset=ONSET,
+        host_hours=min(scenario.host_hours, hours),
+        events=tuple(e._replace(begin=e.begin + shift, end=e.end + shift) for e in scenario.events),
+        traffic=scenario.traffic._replace(growth_from=ONSET / 86400),
+    )
+
+
+def from_text(run: Run) -> Iterator[Observation]:
+    """The run's observations, with the engine's pages read from text."""
+    known, i = facts(run), -1
+    for observation in observations(run, ticks=4):
+        if not isinstance(observation, EngineScrape):
+            yield observation
+            continue
+        i += 1
+        text = page(run, i)
+        if text is None:
+            yield observation
+            continue
+        reading = read_page(read(text.encode()), run.scenario.version, known)
+        yield replace(
+            observation,
+            state=reading.state,
+            error=reading.error,
+            ranks=reading.ranks,
+            model_name=reading.model_name,
+            process_start=reading.process_start,
+            kv_connector=reading.kv_connector,
+        )
+
+
+def through_the_daemon(run: Run) -> tuple[list[tuple[float, str, str, dict[str, str]]], int]:
+    """Changes of verdicts' states in the pipeline, and how many of the daemon's own pages were read back."""
+    pipeline = Pipeline(Judge(Node()))
+    status = ConfigStatus(True, 0.0, "")
+    collector = registry(
+        SnapshotCollector(lambda: pipeline.current, process_series_per_gpu=lambda: 64, config=lambda: status)
+    )
+    states: States = {}
+    changes, pages = [], 0
+    pipeline.start()
+    for observation in from_text(run):
+        pipeline.publish(observation)
+        if not isinstance(observation, Tick):
+            continue
+        assert pipeline.flush(60.0)
+        assert not pipeline.failures
+        for verdict in pipeline.current.verdicts:
+            key = (verdict.name, tuple(verdict.subject.labels().items()))
+            if states.get(key, "clear") != verdict.state:
+                states[key] = verdict.state
+                changes.append((observation.t, verdict.name, str(verdict.state), verdict.subject.labels()))
+        if changes and changes[-1][0] == observation.t:
+            _compare(render(collector, "")[0].decode(), pipeline.current.verdicts)
+            pages += 1
+    pipeline.stop()
+    return changes, pages
+
+
+def _compare(text: str, verdicts: Iterable[Verdict]) -> None:
+    """Every verdict that is known is exposed with its state, and no other."""
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    shown = sorted((s.labels["verdict"], s.value) for s in families["oomwatch_verdict_state"].samples)
+    assert shown == sorted((verdict.name, float(verdict.level)) for verdict in verdicts if verdict.state != "unknown")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.detection.as_text", description=__doc__)
+    parser.add_argument("--hours", type=float, default=6.0)
+    parser.add_argument("--family", action="append", choices=sorted(FAMILIES))
+    options = parser.parse_args()
+    tune = load()["tune"]
+    different = 0
+    for family in options.family or FAMILIES:
+        scenario = shortened(next(tune.scenarios((family,), 1)), options.hours)
+        run = build(scenario, Traces())
+        if run is None:
+            print(f"{family}: came to no harm", flush=True)
+            continue
+        changes, pages = through_the_daemon(run)
+        direct = [(t, name, state, dict(about)) for t, name, state, about in detect_all(observations(run, ticks=4), ())]
+        same = sorted(changes, key=repr) == sorted(direct, key=repr)
+        different += not same
+        print(
+            f"{family}: {int(run.scraped.sum())} pages of text, {len(changes)} changes of verdicts, "
+            f"{pages} own pages read back: {'the same' if same else 'NOT the same'}",
+            flush=True,
+        )
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

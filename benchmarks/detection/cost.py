@@ -1,0 +1,129 @@
+"""What the detectors cost: ``python -m benchmarks.detection.cost``.
+
+One busy engine on one GPU is watched for 48 h at the daemon's default intervals, with every detector at work and a
+conclusion at every sample. What each detector was told is then told to a new one by itself, and its processor time
+counted by the engine's samples, in the first and in the last twelve hours, so that work which grows with the history
+would show; then its memory.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+
+from benchmarks.detection.render import observations
+from benchmarks.detection.sets import load
+from benchmarks.detection.traffic import Traces
+from benchmarks.detection.world import Run, build
+from oomwatch.detectors.base import Finding, Sample
+from oomwatch.detectors.registry import KINDS
+from oomwatch.judge import Judge, Seat
+from oomwatch.node import Node
+
+DAYS = 2.0
+EDGE_S = 12 * 3600.0
+ENGINES = 64
+
+
+class Recorder:
+    """Stands in front of a detector and keeps what it is told and asked."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.detector = seat.detector
+        self.calls: list[Sample | float] = []  # a time is a question
+
+    def observe(self, sample: Sample) -> None:
+        self.calls.append(sample)
+        self.detector.observe(sample)
+
+    def conclude(self, t: float) -> Finding:
+        self.calls.append(t)
+        return self.detector.conclude(t)
+
+    def seconds(self) -> tuple[float, float]:
+        """Processor time of a new detector that is told the same, in the first and the last twelve hours."""
+        kind = next(kind for kind in KINDS if kind.verdict == self.seat.verdict)
+        detector = kind.make(self.seat.subject, self.seat.settings)
+        begin = _time(self.calls[0])
+        spent = [0.0, 0.0, 0.0]
+        parts = ((begin + EDGE_S, 0), (begin + DAYS * 86400.0 - EDGE_S, 1), (float("inf"), 2))
+        at = 0
+        for until, part in parts:
+            end = next((i for i in range(at, len(self.calls)) if _time(self.calls[i]) >= until), len(self.calls))
+            started = time.thread_time()
+            for call in self.calls[at:end]:
+                if isinstance(call, float):
+                    detector.conclude(call)
+                else:
+                    detector.observe(call)
+            spent[part] = time.thread_time() - started
+            at = end
+        return spent[0], spent[2]
+
+
+def _time(call: Sample | float) -> float:
+    return call if isinstance(call, float) else call.t
+
+
+def busy_run() -> Run:
+    scenario = next(load()["tune"].scenarios(("always_busy",), 1))._replace(days=DAYS, ranks=1)
+    run = build(scenario, Traces())
+    assert run is not None
+    return run
+
+
+def watched(run: Run) -> list[Recorder]:
+    """Every detector of a judge that saw the run, with all that it was told."""
+    judge = Judge(Node())
+    recorders: dict[int, Recorder] = {}
+    for observation in observations(run):
+        judge.apply(observation)
+        for seats in judge.memory.seats.values():
+            for seat in seats:
+                if id(seat) not in recorders:
+                    recorders[id(seat)] = recorder = Recorder(seat)
+                    seat.detector = recorder
+    return list(recorders.values())
+
+
+def _size(thing: object, seen: set[int]) -> int:
+    """Bytes of an object and of all that only it leads to, without classes, settings and small constants."""
+    if id(thing) in seen or isinstance(thing, (type, bool, type(None))):
+        return 0
+    seen.add(id(thing))
+    size = sys.getsizeof(thing)
+    if isinstance(thing, Mapping):
+        size += sum(_size(key, seen) + _size(value, seen) for key, value in thing.items())
+    elif isinstance(thing, (list, tuple, set, frozenset, deque)):
+        size += sum(_size(one, seen) for one in thing)
+    elif hasattr(thing, "__dict__") and not hasattr(thing, "model_fields_set"):
+        size += _size(vars(thing), seen)
+    return size
+
+
+def main() -> int:
+    run = busy_run()
+    samples = EDGE_S / run.scenario.sampling.interval
+    first: Counter[str] = Counter()
+    last: Counter[str] = Counter()
+    size: Counter[str] = Counter()
+    for recorder in watched(run):
+        verdict = recorder.seat.verdict
+        begin, end = recorder.seconds()
+        first[verdict] += begin / samples * 1e6
+        last[verdict] += end / samples * 1e6
+        size[verdict] += _size(recorder.detector, set())
+    print(f"{len(run.t)} samples of one engine on one GPU in {DAYS:g} days, a conclusion at each.\n")
+    print("| verdict | µs a sample, first 12 h | last 12 h | bytes |\n|---|---|---|---|")
+    for verdict, each in last.most_common():
+        print(f"| `{verdict}` | {first[verdict]:.1f} | {each:.1f} | {size[verdict]:,} |")
+    print(f"| all | {first.total():.0f} | {last.total():.0f} | {size.total():,} |")
+    print(f"\n{ENGINES} such engines: {ENGINES * size.total() / 1e6:.0f} MB.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
