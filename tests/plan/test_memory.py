@@ -178,7 +178,7 @@ class TestGivenSizes:
 class TestLimits:
     def test_what_fits_does_and_the_next_does_not(self) -> None:
         device = card(24)
-        flags = {"max_num_seqs": 16, "max_model_len": 8192}
+        flags: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 8192}
         limits = planned(device=device, **flags).limits
         assert limits.max_model_len is not None
         assert 8192 < limits.max_model_len < 131072
@@ -189,7 +189,7 @@ class TestLimits:
 
     def test_a_refusal_that_a_real_engine_printed(self) -> None:
         """captures/0.32.0/failure-max-model-len-too-large.log: the estimated maximum model length is 1024."""
-        flags = {"num_gpu_blocks_override": 33, "block_size": 32, "kv_cache_memory_bytes": GIB}
+        flags: dict[str, Any] = {"num_gpu_blocks_override": 33, "block_size": 32, "kv_cache_memory_bytes": GIB}
         refused = planned(TINY, version=(0, 32, 0), max_model_len=4096, **flags)
         assert answers(refused)["one"] == "no"
         assert refused.limits.max_model_len == 1024
