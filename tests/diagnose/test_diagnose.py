@@ -173,6 +173,13 @@ class TestSources:
         assert {one["verdict"] for one in engine["verdicts"]} >= {"startup-refused"}
         assert engine["starts"][0]["refusals"][0]["reason"] == "budget_above_free"
 
+    def test_a_recording_comes_through_standard_input_too(self) -> None:
+        packed = (next((DATA / "cases").glob("003-*")) / "recording.jsonl.gz").read_bytes()
+        for content in (packed, gzip.decompress(packed)):
+            result = typed("-", stdin=content)
+            assert result.exit_code == 1
+            assert "llm, from standard input: 1 start of vLLM 0.9.1" in result.stdout
+
     def test_what_the_daemon_observed(self, tmp_path: Path) -> None:
         t0 = 1_790_000_000.0
         database = opened(tmp_path, Limits(keep=1e12))
