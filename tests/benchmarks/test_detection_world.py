@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 
 from benchmarks.detection import sets
-from benchmarks.detection.__main__ import OURS, Options, balanced, main, outcome_of
+from benchmarks.detection.__main__ import OURS, Options, balanced, between_the_marks, main, outcome_of
 from benchmarks.detection.alarms import Alarm, alarms_of, firings, merged
+from benchmarks.detection.as_text import shortened, through_the_daemon
 from benchmarks.detection.baselines import least_squares
 from benchmarks.detection.blocks import BlockPool
 from benchmarks.detection.engine import simulate
 from benchmarks.detection.exact import simulate_exactly
 from benchmarks.detection.families import FAMILIES, FAULT_CLASSES, Scenario, SetSpec, draw
+from benchmarks.detection.ours import detect_all
 from benchmarks.detection.render import EPOCH, facts, observations, page, write_recording
-from benchmarks.detection.score import first_hit
+from benchmarks.detection.score import Outcome, first_hit, marks_table, scores
 from benchmarks.detection.spec import (
     COUNTERS,
     DAY,
@@ -454,3 +456,38 @@ def test_the_command_scores_a_few_runs(capsys: pytest.CaptureFixture[str]) -> No
     shown = capsys.readouterr().out
     assert "generator fitted to the public traces" in shown
     assert "| kv-leak |" in shown or "faults." in shown
+
+
+def test_a_run_s_pages_as_text_lead_to_the_same_verdicts_through_the_daemon() -> None:
+    run = build(shortened(draw("orphan_memory", CLIENTS, 0), hours=2.2), MADE_UP)
+    assert run is not None
+    changes, pages = through_the_daemon(run)
+    direct = [
+        (t, verdict, state, dict(about)) for t, verdict, state, about in detect_all(observations(run, ticks=4), ())
+    ]
+    assert sorted(changes, key=repr) == sorted(direct, key=repr)
+    assert "orphan-memory" in {verdict for _, verdict, state, _ in changes if state == "ticket"}
+    assert pages
+
+
+def test_the_results_stand_beside_what_was_asked_for() -> None:
+    label = Label("kv-leak", 0.0, 100 * 3600.0, True, 0)
+    found = Outcome("test", "kv_finish", 0, 1.0, label, hits={"oomwatch, page": 3600.0, "oomwatch, ticket": None})
+    healthy = Outcome("test", "diurnal", 0, 10.0, None, false={"oomwatch, page": {"kv-leak": 1}})
+    page, ticket, *others = marks_table(scores([found, healthy])).splitlines()[2:]
+    assert page.startswith("| kv-leak, page | 1.000 (0.025 to 1.000), 1/1 | ≥ 0.97 | 0.1 (0.0025 to 0.56), 1 in 10 |")
+    assert "1/1 by 30 min" in page
+    assert "| 99.0 h, ≥ 8.0 h asked |" in page
+    assert ticket.startswith("| kv-leak, ticket | 0.000")
+    assert all("| - | ≥ 0.98 |" in line for line in others)
+
+
+def test_only_what_stands_between_the_marks_is_replaced() -> None:
+    page = "by hand\n<!-- measured: python -m benchmarks.detection -->\nold\n<!-- measured: end -->\nby hand too\n"
+    made = between_the_marks(page, "new")
+    assert made.startswith("by hand\n")
+    assert made.endswith("by hand too\n")
+    assert "old" not in made
+    assert between_the_marks(made, "new") == made
+    with pytest.raises(ValueError, match="has no part"):
+        between_the_marks("nothing", "new")
