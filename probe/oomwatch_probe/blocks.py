@@ -145,9 +145,10 @@ class Pool:
     def count(self, copy: Copy) -> Numbers:
         """Who held how many blocks when the copy was made. Runs beside the engine, in small pieces."""
         pool = self._pool()
-        null = {id(pool.null_block)} if pool is not None else set()
-        living = _distinct(copy.living) - null
-        finished = _distinct(copy.finished) - null - living
+        null = None if pool is None else id(pool.null_block)
+        living = _distinct(copy.living)
+        living.discard(null)
+        finished = {block for block in _distinct(copy.finished) if block != null and block not in living}
         referenced = copy.total - copy.free
         ownerless: int | Absence = referenced - len(living) - len(finished)
         if self.owners_note:
@@ -321,16 +322,18 @@ def _class_name(thing: object) -> str:
     return "" if thing is None else type(thing).__name__
 
 
-def _distinct(tables: Sequence[Sequence[Any]]) -> set[int]:
+def _distinct(tables: Sequence[Sequence[Any]]) -> set[int | None]:
     """The identities of the blocks in the tables: blocks have no hash, and requests share those of a common prefix."""
-    found: set[int] = set()
+    found: set[int | None] = set()
     since_pause = 0
     for blocks in tables:
-        found.update(map(id, blocks))
-        since_pause += len(blocks)
-        if since_pause > CHUNK_BLOCKS:
-            since_pause = 0
-            time.sleep(0)
+        for begin in range(0, len(blocks), CHUNK_BLOCKS):
+            chunk = blocks[begin : begin + CHUNK_BLOCKS]
+            found.update(map(id, chunk))
+            since_pause += len(chunk)
+            if since_pause >= CHUNK_BLOCKS:
+                since_pause = 0
+                time.sleep(0)
     return found
 
 
