@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,10 +23,11 @@ CONFIG = Path(__file__).resolve().parents[2] / "alerts" / "alertmanager.yml"
 
 @dataclass
 class Inbox:
-    """What was posted to a receiver: paths and JSON bodies in order."""
+    """What was posted to a receiver: paths and JSON bodies in order, and the unix time at which each came."""
 
     url: str
     received: list[tuple[str, Any]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     headers: list[Mapping[str, str]] = field(default_factory=list)
     status: int = 200
 
@@ -48,6 +50,7 @@ def inbox(port: int = 0) -> Iterator[Inbox]:
             box.headers.append(dict(self.headers))
             if box.status < 300:
                 box.received.append((self.path, json.loads(body)))
+                box.times.append(time.time())
             # Slack's word for success; newer Alertmanagers take nothing else from it.
             answer = b'{"ok": true}'
             self.send_response(box.status)
@@ -98,7 +101,12 @@ class Alertmanager(ServerProcess):
     """One Alertmanager on its own port; it may be stopped and started again, and keeps what it knows."""
 
     def __init__(
-        self, folder: Path, config: Mapping[str, Any], version: str = "installed", web: Path | None = None
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        version: str = "installed",
+        web: Path | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -113,6 +121,7 @@ class Alertmanager(ServerProcess):
                 "--cluster.listen-address=",
                 "--log.level=warn",
                 *([f"--web.config.file={web}"] if web else []),
+                *arguments,
             ],
             log_path=folder / "alertmanager.log",
             ready_url=f"{self.url}/-/ready",
