@@ -142,6 +142,13 @@ class TestCaptures:
         assert "ticket: startup-refused (capacity" in text
         assert "it starts with --max-model-len 1024 at most" in text
 
+    def test_an_end_that_the_log_does_not_explain_is_not_called_healthy(self) -> None:
+        result = typed(DATA / "captures" / "0.32.0" / "worker-sigkilled.log")
+        assert result.exit_code == 1
+        assert "a worker process died" in result.stdout
+        assert "journalctl -k" in result.stdout
+        assert "Nothing is wrong" not in result.stdout
+
     def test_host_memory_that_is_too_small(self) -> None:
         text = typed(DATA / "captures" / "0.32.0" / "failure-kv-space-exceeds-memory.log").stdout
         assert "refused: the host has less memory free than the KV cache wants" in text

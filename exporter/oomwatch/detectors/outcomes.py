@@ -176,6 +176,9 @@ def _numbers_of(refused: Refused) -> str:
         case "context_too_long" if wanted and available is not None:
             of = f" for {units.count(refused.max_model_len)} tokens" if refused.max_model_len else ""
             return f" ({units.size(wanted)}{of} wanted, {units.size(available)} there)"
+        case "context_too_long" if refused.max_model_len and refused.fitting_max_model_len is not None:
+            there = units.count(refused.fitting_max_model_len)
+            return f" ({units.count(refused.max_model_len)} tokens wanted, {there} there)"
         case "profiling_disturbed" if available is not None and refused.free_now is not None:
             return f" ({units.size(available)} were free at first, {units.size(refused.free_now)} later)"
         case "too_many_sequences":
@@ -194,8 +197,9 @@ def refusal_evidence(refused: Refused, start: StartUp | None) -> Evidence:
     evidence: dict[str, float | int | str | list[int] | list[str]] = {"reason": refused.reason}
     utilization = refused.utilization if refused.utilization is not None else start.utilization if start else None
     numbers = {
-        "wanted_bytes": refused.wanted,
-        "available_bytes": refused.available,
+        # 0.0 GiB is what a small size was rounded to.
+        "wanted_bytes": refused.wanted or None,
+        "available_bytes": None if refused.wanted == 0 else refused.available,
         "free_now_bytes": refused.free_now,
         "total_bytes": refused.total,
         "utilization": utilization,

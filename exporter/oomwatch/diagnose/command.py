@@ -42,7 +42,7 @@ def command(files: tuple[str, ...], last: str | None, config_file: Path | None, 
 
     \b
     Exit status: 0 nothing is wrong with memory
-                 1 something is
+                 1 something is, or an engine ended and its log does not say why
                  2 a source could not be read, or says nothing of memory; the others are printed
     """
     if bool(files) == (last is not None):

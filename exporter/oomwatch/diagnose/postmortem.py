@@ -51,9 +51,14 @@ class PostMortem:
     cut: str = ""
 
     @property
+    def unexplained(self) -> bool:
+        """Whether a start ended by an error of which the log says nothing that has to do with memory."""
+        return any(start.died is not None and not start.refusals and not start.shortages for start in self.story.starts)
+
+    @property
     def found(self) -> bool:
         """Whether anything went wrong that somebody has to look at."""
-        return any(incident.severity != "info" for incident in self.incidents)
+        return self.unexplained or any(incident.severity != "info" for incident in self.incidents)
 
 
 def of_stream(source: str, stream: IO[bytes], written: float, config: Config | None = None) -> list[PostMortem]:

@@ -48,12 +48,22 @@ def _postmortem(one: PostMortem) -> Iterator[str]:
         if number > left_out:
             yield ""
             yield from _start(number, start)
-    if not one.incidents:
+    if one.unexplained:
+        yield ""
+        yield from _UNEXPLAINED
+    elif not one.incidents:
         yield ""
         yield "Nothing is wrong with its memory, as far as this tells."
     for incident in one.incidents:
         yield ""
         yield from _incident(incident)
+
+
+_UNEXPLAINED = (
+    "It ended, and nothing that was read says that memory was the reason.",
+    "  A process that dies without a word may have been killed for the host's memory: journalctl -k tells, and so does",
+    "  memory.events of its cgroup (oom_kill). Otherwise read the first traceback before the end.",
+)
 
 
 def _overview(starts: Sequence[StartUp]) -> str:
@@ -139,7 +149,7 @@ def _promise(budget: Budget, start: StartUp) -> str:
         parts.append(f"--gpu-memory-utilization {share:g}")
     if budget.promised is not None:
         parts.append(f"{units.size(budget.promised)}")
-    if budget.total is not None:
+    if budget.total is not None and parts:
         parts.append(f"of {units.size(budget.total)} in all")
     if budget.free is not None:
         parts.append(f"{units.size(budget.free)} free at the start")
@@ -176,7 +186,7 @@ def _pool(pool: KvPool) -> str:
 def _refusal(refusal: Refusal) -> Iterator[str]:
     said = refusal.refused
     yield f"  refused: {REFUSALS[said.reason]}"
-    if said.wanted is not None and said.available is not None:
+    if said.wanted and said.available is not None:  # 0.0 GiB is what a small one was rounded to
         yield f"    wanted {units.size(said.wanted)}, there {units.size(said.available)}"
     if said.reason == "profiling_disturbed" and said.available is not None and said.free_now is not None:
         yield f"    free first {units.size(said.available)}, afterwards {units.size(said.free_now)}"
