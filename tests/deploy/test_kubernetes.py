@@ -11,7 +11,7 @@ import yaml
 from click.testing import CliRunner
 
 from oomwatch.cli import main
-from oomwatch.config import DEFAULT_PORT, load
+from oomwatch.config import DEFAULT_PORT, Config, load
 from tests.documents import REPOSITORY
 
 FOLDER = REPOSITORY / "deploy" / "kubernetes"
@@ -104,6 +104,11 @@ class TestPod:
     def test_its_volumes_are_the_ones_that_it_mounts(self) -> None:
         names = {mount["name"] for entry in (container(), *pod()["initContainers"]) for mount in entry["volumeMounts"]}
         assert names == {volume["name"] for volume in pod()["volumes"]}
+
+    def test_the_folder_of_the_probes_is_the_one_that_the_daemon_looks_into(self) -> None:
+        mounts = {mount["name"]: mount["mountPath"] for mount in container()["volumeMounts"]}
+        (host,) = (volume["hostPath"]["path"] for volume in pod()["volumes"] if volume["name"] == "probes")
+        assert (mounts["probes"], host) == (*Config().probe.directory, *Config().probe.directory)
 
     def test_its_command_is_one_the_daemon_knows(self) -> None:
         assert CliRunner().invoke(main, [*container()["args"], "--help"]).exit_code == 0

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from oomwatch.cli import main
+from oomwatch.config import Config
 from tests.documents import REPOSITORY
 from tests.e2e.tools import require_tool
 
@@ -53,6 +54,12 @@ def test_it_starts_a_command_that_the_daemon_knows() -> None:
     program, *arguments = shlex.split(settings()["ExecStart"])
     assert program == PROGRAM
     assert CliRunner().invoke(main, [*arguments, "--help"]).exit_code == 0
+
+
+def test_engines_of_any_user_find_the_folder_that_the_daemon_looks_into() -> None:
+    (folder,) = Config().probe.directory
+    assert f"/run/{settings()['RuntimeDirectory']}" == folder
+    assert (settings()["RuntimeDirectoryMode"], settings()["RuntimeDirectoryPreserve"]) == ("1777", "yes")
 
 
 def test_it_is_started_again_whenever_it_ends() -> None:
