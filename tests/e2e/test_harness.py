@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from oomwatch.diagnose.postmortem import of_log
 from oomwatch.plan.memory import Device, Figure, Setup, plan
 from oomwatch.plan.model import read_model
 from tests.e2e.conftest import StartPrometheus
@@ -44,6 +45,16 @@ class TestVllmEngine:
         assert f"KV cache size: {cut.tokens.value:,.0f} tokens" in log
         assert f"for {MAX_MODEL_LEN} tokens per request: {cut.concurrency.value:.2f}x" in log
         assert sum(model.part_bytes(part) for part in model.parts()) == pytest.approx(model.files_bytes, rel=0.01)
+
+    def test_its_log_has_nothing_wrong_after_the_fact(self, vllm_engine: VllmEngine) -> None:
+        with vllm_engine.log_path.open("rb") as log:
+            told = of_log("vllm.log", log, time.time())
+
+        assert not told.found
+        (start,) = told.story.starts
+        assert start.version == "0.32.0"
+        assert start.ready is not None
+        assert start.pools["0"].tokens == POOL_BLOCKS * BLOCK_TOKENS
 
     def test_24_requests_fill_the_pool_and_preempt_each_other(self, vllm_engine: VllmEngine) -> None:
         load = vllm_engine.start_load(24)
