@@ -5,7 +5,7 @@ from __future__ import annotations
 from grafana.build import variables
 from grafana.build.board import Board, Row
 from grafana.build.links import to_board
-from grafana.build.look import BLUE, GREY, ORANGE, SKY, UP, VERMILLION
+from grafana.build.look import BLUE, ORANGE, SKY, UP, VERMILLION
 from grafana.build.panels import Column, Query, series, stat, table
 from grafana.build.queries import JOB, NODES, Scope
 
@@ -81,16 +81,11 @@ _daemons = Row(
                 Column("Sources down", f"count by ({NODE}) ({S('oomwatch_source_up')} == 0)"),
                 Column("Memory", f"max by ({NODE}) ({S('process_resident_memory_bytes')})", "bytes"),
                 Column("Runs since", f"max by ({NODE}) ({S('process_start_time_seconds')}) * 1000", "dateTimeFromNow"),
-                Column(
-                    "Version",
-                    f"max by ({NODE}, version) ({S('oomwatch_build_info')})",
-                    words={1: ("of", GREY)},
-                    width=60,
-                ),
+                Column("", f"max by ({NODE}, version) ({S('oomwatch_build_info')})", shown=False),
             ),
-            {"instance": "Node", "job": "Job", "version": "Number"},
+            {"instance": "Node", "job": "Job", "version": "Version"},
             sort="Page age",
-            order=("Node", "Answers", "Page age", "Sources down", "Memory", "Runs since", "Version", "Number", "Job"),
+            order=("Node", "Answers", "Page age", "Sources down", "Memory", "Runs since", "Version", "Job"),
             widths={"Node": 200},
         ),
     ),
@@ -117,14 +112,14 @@ _sources = Row(
                 ),
                 Column("Took", f"max by ({NODE}, source, target) ({S('oomwatch_source_duration_seconds')})", "s"),
                 Column(
-                    "Failures",
-                    f"sum by ({NODE}, source, target) (increase({S('oomwatch_source_failures_total')}[$__range]))",
+                    "Failures in 1 h",
+                    f"sum by ({NODE}, source, target) (increase({S('oomwatch_source_failures_total')}[1h]))",
                     decimals=0,
                 ),
             ),
             {"source": "Source", "target": "Target", "instance": "Node", "job": "Job"},
             sort="Fails",
-            order=("Fails", "Source", "Target", "Node", "Last success", "Took", "Failures", "Job"),
+            order=("Fails", "Source", "Target", "Node", "Last success", "Took", "Failures in 1 h", "Job"),
             width=24,
             height=9,
         ),

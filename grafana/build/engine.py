@@ -8,7 +8,20 @@ from grafana.build import variables
 from grafana.build.annotations import annotation
 from grafana.build.board import Board, Row
 from grafana.build.links import from_cell, to_board
-from grafana.build.look import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STATES, VERMILLION
+from grafana.build.look import (
+    BLUE,
+    GREY,
+    HOLDER_COLOURS,
+    LIGHT,
+    ORANGE,
+    PURPLE,
+    REASON_COLOURS,
+    ROLE_COLOURS,
+    SKY,
+    STATES,
+    VERDICT_COLOURS,
+    VERMILLION,
+)
 from grafana.build.panels import Column, Query, series, stat, table
 from grafana.build.queries import (
     ENGINE,
@@ -38,7 +51,7 @@ NOT_LEFT = {-1.0: ("nothing runs out", BLUE)}
 
 
 def _evidence(*keys: str) -> str:
-    return f"max by (verdict, key, rank, pid) ({V('oomwatch_verdict_evidence', *keys)})"
+    return f"max by (verdict, key, rank) ({V('oomwatch_verdict_evidence', *keys)})"
 
 
 _now = Row(
@@ -95,8 +108,8 @@ _verdicts = Row(
     (
         series(
             "Verdicts over time",
-            "Every verdict that is not clear, and the worst of all; -1 is unknown. Good: the worst one stays at clear. "
-            "Marks: restarts, sleep, the beginning of pages.",
+            "Every verdict that is not clear, and the worst of all; -1 is unknown; coloured by killer. Good: the "
+            "worst one stays at clear. Marks: restarts, sleep, the beginning of pages.",
             (
                 Query(worst(V), "worst of all", colour=GREY, dashed=True),
                 Query(f"max by (verdict) ({unsilenced(V)}) > 0", "{{verdict}}"),
@@ -107,23 +120,24 @@ _verdicts = Row(
             lowest=-1,
             highest=3,
             decimals=0,
-            width=14,
+            colours=VERDICT_COLOURS,
+            width=12,
         ),
         table(
             "Evidence",
             "The numbers that led to a verdict. docs/detection.md has the formulas.",
             (
-                Column("Bytes", _evidence('key=~".*bytes"'), "bytes", width=110),
-                Column("Share", _evidence('key=~".*(ratio|share)"'), "percentunit", width=80, decimals=1),
-                Column("Seconds", _evidence('key=~".*seconds"'), "s", width=90, decimals=0),
-                Column("Number", _evidence('key!~".*(bytes|ratio|share|seconds)"'), "short", width=90, decimals=1),
+                Column("Bytes", _evidence('key=~".*bytes"'), "bytes", width=90),
+                Column("Share", _evidence('key=~".*(ratio|share)"'), "percentunit", width=70, decimals=1),
+                Column("Seconds", _evidence('key=~".*seconds"'), "s", width=80, decimals=0),
+                Column("Number", _evidence('key!~".*(bytes|ratio|share|seconds)"'), "short", width=80, decimals=1),
             ),
-            {"verdict": "Verdict", "key": "What", "rank": "Rank", "pid": "Pid"},
+            {"verdict": "Verdict", "key": "What", "rank": "Rank"},
             sort="Verdict",
-            order=("Verdict", "What", "Bytes", "Share", "Seconds", "Number", "Rank", "Pid"),
-            widths={"Rank": 60, "Pid": 80},
+            order=("Verdict", "What", "Bytes", "Share", "Seconds", "Number", "Rank"),
+            widths={"Verdict": 150, "Rank": 50},
             empty="Every verdict is clear or unknown, or no data: see Worst verdict by killer",
-            width=10,
+            width=12,
         ),
         table(
             "Verdicts",
@@ -321,13 +335,14 @@ _device = Row(
                     "this engine, parts not known",
                     colour=BLUE,
                 ),
-                Query(f"sum by (holder_kind, holder) ({_OTHERS})", "{{holder_kind}} {{holder}}"),
+                Query(f"sum by (holder_kind, holder) ({_OTHERS})", "{{holder_kind}} {{holder}}", PURPLE),
                 Query(f"sum({G('oomwatch_gpu_memory_unowned_bytes')})", "no process", colour=VERMILLION),
-                Query(f"sum({G('oomwatch_gpu_memory_reserved_bytes')})", "driver", colour=GREEN),
-                Query(f"sum({G('oomwatch_gpu_memory_free_bytes')})", "free", colour=GREY),
+                Query(f"sum({G('oomwatch_gpu_memory_reserved_bytes')})", "driver", colour=GREY),
+                Query(f"sum({G('oomwatch_gpu_memory_free_bytes')})", "free", colour=LIGHT),
             ),
             unit="bytes",
             stacked=True,
+            colours={**HOLDER_COLOURS, "engine": PURPLE},
             lowest=0,
             height=9,
             empty="The driver gives no numbers for these GPUs, or no data: see the dashboard GPU",
@@ -417,6 +432,7 @@ _host = Row(
                 ),
                 Query(E("oomwatch_engine_host_memory_limit_bytes"), "limit", colour=VERMILLION, dashed=True),
             ),
+            colours=ROLE_COLOURS,
             unit="bytes",
             lowest=0,
             empty="No process of the engine was found on this node, or no data: see State",
@@ -474,6 +490,7 @@ _traffic = Row(
                     "{{reason}}",
                 ),
             ),
+            colours=REASON_COLOURS,
             unit="reqps",
             lowest=0,
             width=8,
@@ -504,10 +521,10 @@ _facts = Row(
         table(
             "Identity",
             "The served model and vLLM's version; empty while not known.",
-            (Column("Known", f"count by (model_name, vllm_version, origin) ({E('oomwatch_engine_info')})", width=80),),
+            (Column("", f"count by (model_name, vllm_version, origin) ({E('oomwatch_engine_info')})", shown=False),),
             {"model_name": "Model", "vllm_version": "vLLM", "origin": "Found by"},
-            sort="Known",
-            order=("Model", "vLLM", "Found by", "Known"),
+            sort="Model",
+            order=("Model", "vLLM", "Found by"),
             width=10,
             height=4,
         ),

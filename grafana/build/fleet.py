@@ -5,16 +5,26 @@ from __future__ import annotations
 from grafana.build import variables
 from grafana.build.board import Board, Row
 from grafana.build.links import from_cell, to_board
-from grafana.build.look import BLUE, GREY, KILLER_COLOURS, NOT_WATCHED, ORANGE, SKY, STATES, VERMILLION
+from grafana.build.look import (
+    BLUE,
+    GREY,
+    HOLDER_COLOURS,
+    KILLER_COLOURS,
+    LIGHT,
+    NOT_WATCHED,
+    ORANGE,
+    SKY,
+    STATES,
+    VERMILLION,
+)
 from grafana.build.panels import Column, Query, bars, series, stat, table
-from grafana.build.queries import JOB, NODES, SUBJECT, Scope, of, or_zero, unsilenced, with_index, worst
+from grafana.build.queries import JOB, NODES, SUBJECT, Scope, of, or_zero, unsilenced, with_index
 from oomwatch.verdicts import KILLERS
 
 S = Scope(NODES)
 NODE = "job, instance"
 ABOUT = f"{NODE}, {SUBJECT}"
 STATE = unsilenced(S)
-WRONG = f"{STATE} > 0"
 ALIVE = S("oomwatch_build_info")
 _FLOORS = (
     f"(min by ({NODE}, gpu) ({S('oomwatch_device_free_floor_bytes')})"
@@ -23,13 +33,24 @@ _FLOORS = (
 RULES = "No data: load alerts/rules/oomwatch-fleet.yml into Prometheus"
 
 
-def _while_wrong(expr: str) -> str:
-    return f"max by ({ABOUT}) ({expr} and {WRONG})"
+# There is one for each verdict that is not clear: few, where there are tens of thousands of verdicts.
+_RAISED = f"({S('oomwatch_incident_info')} unless on ({ABOUT}) {S('oomwatch_verdict_silenced')})"
+
+
+def _of_raised(expr: str) -> str:
+    return f"max by ({ABOUT}) ({expr} and on ({ABOUT}) {_RAISED})"
 
 
 def _count(level: int) -> str:
-    causes = f"{STATE} unless ignoring (cause) {S('oomwatch_verdict_symptom')}"
-    return or_zero(f"count(({causes}) == {level})", ALIVE)
+    """Verdicts in that state, silenced ones and symptoms left out. Filtered by state first: most are clear."""
+    own = f"({S('oomwatch_verdict_state')} == {level}) unless ignoring (reason) {S('oomwatch_verdict_silenced')}"
+    return or_zero(f"count({own} unless ignoring (cause) {S('oomwatch_verdict_symptom')})", ALIVE)
+
+
+def _by_killer(killer: str) -> str:
+    """By the recording rule, which knows of no verdict that is unknown."""
+    unknown = f"-max by ({NODE}) ({S('oomwatch_verdict_unknown', of(killer))})"
+    return f"max by ({NODE}) ({S('instance_killer:oomwatch_verdict_state:max', of(killer))}) or {unknown}"
 
 
 _now = Row(
@@ -77,8 +98,9 @@ _where = Row(
     (
         table(
             "Nodes, worst first",
-            "The worst verdict of each node, by killer. Good: clear everywhere. Unknown: something that is needed to "
-            "conclude is missing; the dashboard Engine says what.",
+            "The worst verdict of each node, by killer (made of a recording rule). Good: clear everywhere. Unknown: "
+            "something that is needed to conclude is missing, or the rules are not loaded; the dashboard Engine says "
+            "what.",
             (
                 Column(
                     "State",
@@ -87,7 +109,7 @@ _where = Row(
                     words=STATES,
                     width=110,
                 ),
-                *(Column(killer, worst(S, of(killer), by=NODE), words=STATES, width=120) for killer in KILLERS),
+                *(Column(killer, _by_killer(killer), words=STATES, width=120) for killer in KILLERS),
                 Column("Unknown", f"count by ({NODE}) ({S('oomwatch_verdict_unknown')})", width=100),
                 Column("Time left", f"min by ({NODE}) ({S('oomwatch_verdict_eta_seconds')})", "s", decimals=0),
                 Column("Least headroom", f"min by ({NODE}) ({_FLOORS})", "bytes"),
@@ -118,12 +140,16 @@ _where = Row(
             "Every verdict that is not clear. One line that says clear and nothing else: nothing is wrong. A symptom "
             "is explained by another verdict: look at that one first. A click on the engine or the GPU leads on.",
             (
-                Column("State", f"max by ({ABOUT}) ({WRONG}) or max({STATE}) == 0", words=STATES, width=110),
                 Column(
-                    "Since", _while_wrong(f"{S('oomwatch_verdict_state_timestamp_seconds')} * 1000"), "dateTimeFromNow"
+                    "State",
+                    f"{_of_raised(S('oomwatch_verdict_state'))} or on () (0 * max({S('oomwatch_incidents')}))",
+                    words=STATES,
+                    width=110,
                 ),
-                Column("Time left", _while_wrong(S("oomwatch_verdict_eta_seconds")), "s", decimals=0),
-                Column("Sure", _while_wrong(S("oomwatch_verdict_confidence_ratio")), "percentunit", decimals=0),
+                Column(
+                    "Since", f"{_of_raised(S('oomwatch_verdict_state_timestamp_seconds'))} * 1000", "dateTimeFromNow"
+                ),
+                Column("Time left", _of_raised(S("oomwatch_verdict_eta_seconds")), "s", decimals=0),
                 Column(
                     "Symptom",
                     f"max by ({ABOUT}, cause) ({S('oomwatch_verdict_symptom')})",
@@ -156,7 +182,6 @@ _where = Row(
                 "GPU",
                 "Time left",
                 "Since",
-                "Sure",
                 "Symptom",
                 "Cause",
                 "MIG",
@@ -174,10 +199,8 @@ _trends = Row(
         series(
             "Open incidents",
             "By killer, over all nodes. Good: flat at 0.",
-            tuple(
-                Query(f"sum({S('oomwatch_incidents', of(killer))})", killer, colour=KILLER_COLOURS[killer])
-                for killer in KILLERS
-            ),
+            (Query(f"sum by (killer) ({S('oomwatch_incidents')})", "{{killer}}"),),
+            colours=KILLER_COLOURS,
             unit="none",
             stepped=True,
             stacked=True,
@@ -187,14 +210,13 @@ _trends = Row(
         series(
             "Nodes whose worst verdict is a ticket or a page",
             "By killer. Good: flat at 0. Made of a recording rule.",
-            tuple(
+            (
                 Query(
-                    f"sum({S('instance_killer:oomwatch_verdict_state:max', of(killer))} >= bool 2)",
-                    killer,
-                    colour=KILLER_COLOURS[killer],
-                )
-                for killer in KILLERS
+                    f"sum by (killer) ({S('instance_killer:oomwatch_verdict_state:max')} >= bool 2)",
+                    "{{killer}}",
+                ),
             ),
+            colours=KILLER_COLOURS,
             unit="none",
             stepped=True,
             lowest=0,
@@ -281,8 +303,9 @@ _load = Row(
             (
                 Query(f"sum by (holder_kind) ({S('oomwatch_gpu_memory_held_bytes')})", "{{holder_kind}}"),
                 Query(f"sum({S('oomwatch_gpu_memory_unowned_bytes')})", "no process", colour=VERMILLION),
-                Query(f"sum({S('oomwatch_gpu_memory_free_bytes')})", "free", colour=GREY),
+                Query(f"sum({S('oomwatch_gpu_memory_free_bytes')})", "free", colour=LIGHT),
             ),
+            colours=HOLDER_COLOURS,
             unit="bytes",
             width=8,
             stacked=True,

@@ -6,7 +6,19 @@ from grafana.build import variables
 from grafana.build.annotations import annotation
 from grafana.build.board import Board, Row
 from grafana.build.links import from_cell, to_board
-from grafana.build.look import BLUE, GREY, NOT_READ, ORANGE, SKY, STATES, VERMILLION
+from grafana.build.look import (
+    BLUE,
+    GREY,
+    HOLDER_COLOURS,
+    LIGHT,
+    NOT_READ,
+    ORANGE,
+    PLAIN,
+    SKY,
+    STATES,
+    VERDICT_COLOURS,
+    VERMILLION,
+)
 from grafana.build.panels import Column, Query, series, stat, table
 from grafana.build.queries import GPU, JOB, NODE, Scope, of, unsilenced, worst
 from oomwatch.verdicts import KILLERS
@@ -43,7 +55,7 @@ _now = Row(
             (Query(_or_why(f"max({D('oomwatch_gpu_memory_free_bytes')})", "memory"), "free"),),
             unit="bytes",
             words=NOT_READ,
-            steps=((None, BLUE),),
+            steps=((None, PLAIN),),
             width=4,
         ),
         stat(
@@ -85,9 +97,10 @@ _holders = Row(
                     "{{mig}} {{holder_kind}} {{holder}}",
                 ),
                 Query(f"sum({D('oomwatch_gpu_memory_unowned_bytes')})", "no process", colour=VERMILLION),
-                Query(f"sum({D('oomwatch_gpu_memory_reserved_bytes')})", "driver", colour=SKY),
-                Query(f"sum({D('oomwatch_gpu_memory_free_bytes')})", "free", colour=GREY),
+                Query(f"sum({D('oomwatch_gpu_memory_reserved_bytes')})", "driver", colour=GREY),
+                Query(f"sum({D('oomwatch_gpu_memory_free_bytes')})", "free", colour=LIGHT),
             ),
+            colours=HOLDER_COLOURS,
             unit="bytes",
             stacked=True,
             lowest=0,
@@ -171,6 +184,7 @@ _verdicts = Row(
             lowest=-1,
             highest=3,
             decimals=0,
+            colours=VERDICT_COLOURS,
             width=14,
         ),
         table(

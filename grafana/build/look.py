@@ -10,8 +10,17 @@ from collections.abc import Mapping
 
 from grafana_foundation_sdk.models import dashboard
 
+from oomwatch.verdicts import CATALOGUE
+
 BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"
-ORANGE, VERMILLION, PURPLE, GREY = "#E69F00", "#D55E00", "#CC79A7", "#8C8C8C"
+ORANGE, VERMILLION, PURPLE, YELLOW = "#E69F00", "#D55E00", "#CC79A7", "#F0E442"
+GREY, LIGHT = "#8C8C8C", "#C8C8C8"
+
+ORDER = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, GREY)
+"""Which colour queries have that name none, so that neighbours differ in lightness too."""
+
+PLAIN = "text"
+"""Grafana's colour of text: for numbers that are neither good nor bad."""
 
 KILLER_COLOURS: Mapping[str, str] = {"capacity": SKY, "fragmentation": PURPLE, "leak": ORANGE, "health": GREEN}
 
@@ -25,6 +34,10 @@ STATES: Mapping[float, tuple[str, str]] = {
     NOT_WATCHED: ("not watched", VERMILLION),
 }
 UP: Mapping[float, tuple[str, str]] = {0: ("no", VERMILLION), 1: ("yes", BLUE)}
+VERDICT_COLOURS: Mapping[str, str] = {name: KILLER_COLOURS[entry.killer] for name, entry in CATALOGUE.items()}
+HOLDER_COLOURS: Mapping[str, str] = {"engine": BLUE, "neighbour": GREEN, "unknown": YELLOW}
+ROLE_COLOURS: Mapping[str, str] = {"api_server": SKY, "engine_core": ORANGE, "worker": BLUE, "other": GREY}
+REASON_COLOURS: Mapping[str, str] = {"stop": BLUE, "length": SKY, "abort": ORANGE, "error": VERMILLION}
 NOT_READ: Mapping[float, tuple[str, str]] = {-2: ("cannot be read", VERMILLION), -1: ("not supported", GREY)}
 
 

@@ -18,7 +18,10 @@ from grafana_foundation_sdk.builders import timeseries as many_series
 from grafana_foundation_sdk.models import common, dashboard, prometheus
 
 from grafana.build.board import SOURCE
-from grafana.build.look import BLUE, STATES, mapping, thresholds
+from grafana.build.look import BLUE, ORDER, PLAIN, STATES, mapping, thresholds
+
+NONE = "-"
+"""What an empty cell of a table shows."""
 
 Words = Mapping[float, tuple[str, str]]
 
@@ -38,7 +41,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of values of a table; its expression has the labels that make the rows."""
+    """A column of values of a table; its expression has the labels that make the rows, which may be all that counts."""
 
     title: str
     expr: str
@@ -46,6 +49,7 @@ class Column:
     words: Words = field(default_factory=dict)
     width: int = 0
     decimals: int | None = None
+    shown: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ def stat(
     mode = common.BigValueTextMode.VALUE_AND_NAME if named else common.BigValueTextMode.VALUE
     judged = words or names or len(steps) > 1 or any(query.colour for query in queries)
     shown = common.BigValueColorMode.BACKGROUND_SOLID if judged else common.BigValueColorMode.NONE
+    if steps[0][1] == PLAIN:
+        shown = common.BigValueColorMode.VALUE
     panel = (
         stats.Panel()
         .color_mode(shown)
@@ -136,10 +142,11 @@ def series(
     lowest: float | None = None,
     highest: float | None = None,
     line: float | None = None,
+    colours: Mapping[str, str] | None = None,
     empty: str = "",
     decimals: int | None = None,
 ) -> dashboard.Panel:
-    """Values over time. ``line`` draws a mark at a value, in the colour of what is bad."""
+    """Values over time. ``line`` draws a mark at a value, in the colour of what is bad; ``colours`` are by name."""
     interpolation = common.LineInterpolation.STEP_AFTER if stepped else common.LineInterpolation.LINEAR
     builder = (
         many_series.Panel()
@@ -168,10 +175,13 @@ def series(
         builder.build(), title, description, queries, unit, width, height, words, steps, empty, decimals=decimals
     )
     defaults = _defaults(panel)
-    defaults.color = dashboard.FieldColor(mode=dashboard.FieldColorModeId.PALETTE_CLASSIC_BY_NAME)
     defaults.min_val, defaults.max_val = lowest, highest
+    free = [colour for colour in ORDER if colour not in {query.colour for query in queries}]
     for letter, query in _lettered(queries):
-        _add_override(panel, "byFrameRefID", letter, _drawn(query))
+        colour = query.colour or free.pop(0)
+        _add_override(panel, "byFrameRefID", letter, {"color": _coloured(colour, query.legend), **_drawn(query)})
+    for name, colour in (colours or {}).items():
+        _add_override(panel, "byRegexp", f"/^{name}/", {"color": _coloured(colour, name)})
     return panel
 
 
@@ -195,18 +205,19 @@ def table(
     panel = _finished(
         panel, title, description, queries, "none", width, height, None, ((None, BLUE),), empty, instant=True, rows=True
     )
-    values = {f"Value #{letter}": column.title for letter, column in zip(string.ascii_uppercase, columns, strict=False)}
+    values = {f"Value #{letter}": column for letter, column in zip(string.ascii_uppercase, columns, strict=False)}
     if len(columns) == 1:
-        values["Value"] = columns[0].title
-    renamed = {**labels, **values}
-    places = {name: place for place, name in enumerate(order or (*labels.values(), *values.values()))}
+        values["Value"] = columns[0]
+    shown = {name: column.title for name, column in values.items() if column.shown}
+    renamed = {**labels, **shown}
+    places = {name: place for place, name in enumerate(order or (*labels.values(), *shown.values()))}
     panel.transformations = [
         dashboard.DataTransformerConfig(id_val="merge", options={}),
         dashboard.DataTransformerConfig(
             id_val="organize",
             options={
-                "excludeByName": {"Time": True},
-                "indexByName": {name: places[shown] for name, shown in renamed.items() if shown in places},
+                "excludeByName": dict.fromkeys(("Time", *(name for name in values if name not in shown)), True),
+                "indexByName": {name: places[title] for name, title in renamed.items() if title in places},
                 "renameByName": renamed,
             },
         ),
@@ -214,8 +225,11 @@ def table(
             id_val="sortBy", options={"fields": {}, "sort": [{"field": sort, "desc": True}]}
         ),
     ]
+    # Else Grafana writes what is said of the whole panel into every empty cell.
+    _add_override(panel, "byRegexp", "/.*/", {"noValue": NONE})
     for column in columns:
-        _add_override(panel, "byName", column.title, _cell(column))
+        if column.shown:
+            _add_override(panel, "byName", column.title, _cell(column))
     for name, found in (links or {}).items():
         plain = [{"title": link.title, "url": link.url} for link in found]
         _add_override(panel, "byName", name, {"links": plain})
@@ -271,11 +285,14 @@ def _lettered(queries: Sequence[Query]) -> Iterator[tuple[str, Query]]:
     return zip(string.ascii_uppercase, queries, strict=False)
 
 
+def _coloured(colour: str, legend: str) -> dict[str, str]:
+    """Several series of one query are told apart by how light they are."""
+    return {"mode": "shades" if "{{" in legend else "fixed", "fixedColor": colour}
+
+
 def _drawn(query: Query) -> dict[str, object]:
     """How the series of one query differ from the others of their panel."""
     found: dict[str, object] = {}
-    if query.colour:
-        found["color"] = {"mode": "fixed", "fixedColor": query.colour}
     if query.unit:
         found["unit"] = query.unit
     if query.right:

@@ -44,8 +44,9 @@ AROUND = {
         "process_start_time_seconds",
     )
 }
-# Okabe and Ito's colours, a grey, and none.
-COLOURS = {"#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#8C8C8C", "transparent"}
+# Okabe and Ito's colours; greys, the text's and none.
+COLOURS = {"#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#F0E442"}
+COLOURS |= {"#8C8C8C", "#C8C8C8", "text", "transparent"}
 # Grafana's names (packages/grafana-data, valueFormats) of those that are used.
 UNITS = {"none", "short", "percentunit", "bytes", "s", "dateTimeFromNow", "reqps", "cps", "ops", "celsius", "watt"}
 Case = TypeVar("Case", Target, dict[str, Any])
@@ -169,7 +170,7 @@ def test_overrides_and_columns_name_what_is_there(uid: str, panel: dict[str, Any
         matcher = override["matcher"]
         if matcher["id"] == "byFrameRefID":
             assert matcher["options"] in letters
-        elif panel["type"] == "table":
+        elif matcher["id"] == "byName" and panel["type"] == "table":
             assert matcher["options"] in shown
     for step in panel.get("transformations", []):
         for name in step["options"].get("renameByName", {}):
@@ -261,7 +262,7 @@ def test_a_query_keeps_to_the_job_and_the_node(uid: str, question: Target) -> No
 @for_each(questions)
 def test_ranges_are_grafanas(uid: str, question: Target) -> None:
     for found in re.findall(r"\[(.*?)\]", question.expr):
-        assert found in ("$__rate_interval", "$__range")
+        assert found in ("$__rate_interval", "$__range", "1h")
     for node in nodes(parsed(question)):
         if isinstance(node, Call) and node.func.name in ("rate", "irate"):
             assert re.search(rf"{node.func.name}\([^\[]*\[\$__rate_interval\]", question.expr)
