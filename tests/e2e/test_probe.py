@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -17,9 +18,11 @@ import psutil
 import pytest
 import requests
 
+from oomwatch.detectors.base import LEVEL
 from oomwatch.probe_layout import Absence, Report
 from oomwatch_probe.mailbox import own_identity, remove_leftovers
 from tests.e2e.conftest import StartEngine
+from tests.e2e.daemon import OomwatchDaemon, Page
 from tests.e2e.engine import MODEL_NAME, POOL_BLOCKS, Role, VllmEngine
 from tests.e2e.model import FIRST_BYTE_TOKEN
 from tests.e2e.probe import ProbeFolder, install_probe, number
@@ -30,6 +33,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 USABLE_BLOCKS = POOL_BLOCKS - 1
 PLUGIN = Path(__file__).parent / "plugins" / "kvleak.py"
 FORGET_EVERY = 20
+WATCHED = "watched"
 SHARED_PREFIX_TOKENS = 96  # three blocks of 32
 
 
@@ -79,6 +83,13 @@ def probed(start_vllm: StartEngine, tmp_path_factory: pytest.TempPathFactory) ->
 
 def owners(report: Report) -> tuple[int, int, int]:
     return number(report, "blocks_living"), number(report, "blocks_finished"), number(report, "blocks_ownerless")
+
+
+def test_the_probe_is_installed_with_nothing_else(probed: Probed) -> None:
+    packages = sorted(path.name.partition("-")[0] for path in probed.installed.iterdir())
+    assert packages == ["oomwatch_probe", "oomwatch_probe"]
+    (metadata,) = probed.installed.glob("*.dist-info/METADATA")
+    assert "Requires-Dist" not in metadata.read_text(encoding="utf-8")
 
 
 class TestAHealthyServer:
@@ -149,6 +160,52 @@ class TestALeakingServer:
         assert {number(report, "blocks_ownerless") for report in counts} == {lost}
 
 
+@pytest.fixture(scope="module")
+def daemon(probed: Probed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OomwatchDaemon]:
+    every = dict.fromkeys(("gpu", "processes", "scrape", "host", "discovery"), "1s")
+    config = {
+        "intervals": every,
+        "probe": {"directory": str(probed.probe.path), "interval": "1s"},
+        "engines": [{"name": WATCHED, "url": probed.engine.url}],  # others may run on this host
+    }
+    with OomwatchDaemon(tmp_path_factory.mktemp("daemon"), config) as daemon:
+        yield daemon
+
+
+class TestTheDaemonBesideIt:
+    """By now blocks are lost, and the daemon has just come."""
+
+    def test_shows_whose_each_block_is(self, probed: Probed, daemon: OomwatchDaemon) -> None:
+        page = daemon.wait_for(lambda page: page.value("oomwatch_probe_files", state="told") == 1, "the probe is read")
+        page = daemon.wait_for(lambda page: bool(page.series("oomwatch_kv_blocks")), "the blocks are shown")
+        series = page.series("oomwatch_kv_blocks", engine=WATCHED)
+        blocks = {dict(labels)["ownership"]: value for labels, value in series.items()}
+        assert sum(blocks.values()) == USABLE_BLOCKS
+        assert blocks["ownerless"] == probed.lost_blocks()
+        assert page.value("oomwatch_source_up", source="allocator", target=str(probed.probe.path)) == 1
+
+    def test_proves_the_loss_within_seconds_while_requests_run(self, probed: Probed, daemon: OomwatchDaemon) -> None:
+        lost = probed.lost_blocks()
+        assert lost > 0.03 * USABLE_BLOCKS
+        with ThreadPoolExecutor(1) as pool:
+            busy = pool.submit(probed.engine.start_load(12, max_tokens=200).results)
+
+            def proved(page: Page) -> bool:
+                floor = page.value("oomwatch_engine_kv_floor_blocks", engine=WATCHED)
+                state = page.value("oomwatch_verdict_state", verdict="kv-block-leak", engine=WATCHED)
+                return floor == lost and (state or 0) >= LEVEL["ticket"]
+
+            daemon.wait_for(proved, "the loss is proved", timeout_s=15)
+            assert all(completion.succeeded for completion in busy.result())
+        (verdict,) = (
+            one
+            for one in daemon.status()["verdicts"]
+            if one["verdict"] == "kv-block-leak" and one["subject"]["engine"] == WATCHED
+        )
+        assert verdict["evidence"]["method"] == "owners"
+        assert verdict["confidence"] == 0.99
+
+
 class TestAServerThatIsRobbedOfItsProbe:
     def serves(self, probed: Probed) -> None:
         assert all(completion.succeeded for completion in probed.engine.start_load(2, max_tokens=20).results())
@@ -163,6 +220,10 @@ class TestAServerThatIsRobbedOfItsProbe:
         before = probed.probe.core().sequence
         self.serves(probed)
         probed.probe.wait_for(lambda report: report.sequence > before + 2, "the probe goes on until the process ends")
+
+    def test_does_not_notice_that_it_was_installed_anew(self, probed: Probed) -> None:
+        install_probe(probed.installed)
+        self.serves(probed)
 
     def test_has_had_nothing_to_say_of_it(self, probed: Probed) -> None:
         assert "oomwatch" not in probed.engine.log().replace("oomwatch_probe -> oomwatch_probe:register", "")

@@ -100,6 +100,7 @@ def wait_for_number(folder: Path, name: str, n: int = 1) -> dict[int, Report]:
 
 def test_it_is_released_with_the_daemon() -> None:
     assert oomwatch_probe.__version__ == oomwatch.__version__
+    assert (REPOSITORY / "probe" / "LICENSE").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
 
 
 class TestWhereItBegins:
