@@ -114,6 +114,7 @@ class NodeFeed:
         self._host_turn = threading.Lock()
         self._table = table
         self._probes = self._new_probes()
+        self._probe_notes: set[tuple[str, str]] = set()
         self._places = self._new_places()
         self._nvml = self._new_nvml()
         self._first: set[str] = {"GPUs", "engines", "host"}
@@ -201,6 +202,10 @@ class NodeFeed:
         source.read()
         faults = [f"{one.path}: {one.why}" for one in source.outcomes if one.state in ("silent", "unreadable")]
         self._note("probes", "files of oomwatch-probe", "; ".join(faults[:3]))
+        notes = {(one.path, one.note) for one in source.outcomes if one.note}
+        for path, note in sorted(notes - self._probe_notes):
+            _log.info("oomwatch-probe does not read all of its process", file=path, why=note)
+        self._probe_notes = notes
 
     def read_log(self, name: str) -> None:
         """Reads what is new in the log of one engine; returns within seconds."""

@@ -555,9 +555,9 @@ class Decoder:
 
     def _owners(self, t: float, owners: _Fields) -> Observation:
         counts = {name: owners.whole(name) for name in _OWNERS}
-        more = {name: owners.optional(name, owners.whole) for name in _OWNERS_MAYBE}
         counted = _seconds(t - (owners.optional("age", owners.number) or 0.0))
-        return BlockOwners(t, rank=owners.text("rank"), counted=counted, **counts, **more)
+        ownerless, cached = (owners.optional(name, owners.whole) for name in _OWNERS_MAYBE)
+        return BlockOwners(t, rank=owners.text("rank"), counted=counted, ownerless=ownerless, cached=cached, **counts)
 
     # --- GPUs ------------------------------------------------------------------------------------------------
 

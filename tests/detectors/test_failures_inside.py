@@ -32,7 +32,7 @@ def ended(t: float, pid: int = 7) -> ProcessEnd:
 
 
 def concluded(samples: Iterable[Sample], t: float = T + 10) -> Finding:
-    detector = RuntimeOom(Subject(engine="llama"), RuntimeOomSettings())
+    detector = RuntimeOom(Subject(engine="llama"), RuntimeOomSettings.model_validate({}))
     for sample in samples:
         detector.observe(sample)
     return detector.conclude(t)

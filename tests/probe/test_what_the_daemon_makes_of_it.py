@@ -41,7 +41,9 @@ def course(
     node = Node(folder)
     node.process()
     begin = node.now
-    detector = AllocatorFragmentation(Subject(engine="llm", gpu="GPU-1", pid=4712), AllocatorFragmentationSettings())
+    detector = AllocatorFragmentation(
+        Subject(engine="llm", gpu="GPU-1", pid=4712), AllocatorFragmentationSettings.model_validate({})
+    )
     findings = []
     while (age := node.now - begin) <= 2 * HALF_AN_HOUR:
         shape = before if age < HALF_AN_HOUR else after

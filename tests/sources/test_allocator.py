@@ -173,7 +173,7 @@ class TestWhatIsTold:
 
     def test_the_numbers_of_an_allocation_that_failed(self, node: Node) -> None:
         node.process()
-        failed = {
+        failed: Numbers = {
             "oom_time_ns": ns(NOW - 60),
             "oom_request_bytes": GIB,
             "oom_device_free_bytes": GIB // 2,
@@ -198,6 +198,13 @@ class TestWhatIsTold:
         node.write({})
         assert node.read() == []
         assert node.source.outcomes[0].state == "told"
+
+    def test_what_the_probe_does_not_read_with_its_own_words(self, node: Node) -> None:
+        node.process()
+        node.write(CORE, {"allocator_note": "sleep mode is on\x1b[31m", "blocks_note": "unknown scheduler"})
+        outcome = node.outcome()
+        assert (outcome.state, outcome.why) == ("told", "")
+        assert outcome.note == "sleep mode is on[31m; unknown scheduler"
 
     def test_owners_that_cannot_be_told_leave_the_other_counts(self, node: Node) -> None:
         node.process()

@@ -43,12 +43,16 @@ _LARGEST = 1 << 50  # bytes or blocks: more is no number of a GPU
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one file: ``why`` says in plain English what is wrong with it, empty where nothing is."""
+    """What became of one file: ``why`` says in plain English what is wrong with it, empty where nothing is.
+
+    ``note`` is the probe's own word on what it does not read in its process, empty where it reads all.
+    """
 
     path: str
     state: FileState
     engine: str | None = None
     why: str = ""
+    note: str = ""
 
 
 @dataclass
@@ -175,7 +179,7 @@ class AllocatorSource:
         if silence > max(_SILENT_AT_LEAST, _SILENT_INTERVALS * (interval or 0.0)):
             return Outcome(path, "silent", writer.engine, f"the probe in process {writer.pid} is silent")
         self._tell(report, writer, t)
-        return Outcome(path, "told", writer.engine)
+        return Outcome(path, "told", writer.engine, note=_note(report))
 
     def _without_writer(self, descriptor: int, path: str, name: str, silence: float) -> Outcome:
         """A file whose writer is not there: removed where that is certain, and only then."""
@@ -336,6 +340,11 @@ def _failure(report: layout.Report, numbers: _Sizes, t: float) -> AllocationFail
         reserved=numbers.get("oom_reserved_bytes"),
         total=numbers.get("oom_device_total_bytes"),
     )
+
+
+def _note(report: layout.Report) -> str:
+    notes = (report.texts["allocator_note"], report.texts["blocks_note"])
+    return "; ".join("".join(char for char in note if char.isprintable()) for note in notes if note)
 
 
 def _seconds(report: layout.Report, name: str) -> float | None:
