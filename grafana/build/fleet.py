@@ -133,7 +133,7 @@ _where = Row(
                 "GPUs",
                 "Job",
             ),
-            height=9,
+            height=8,
         ),
         table(
             "What is wrong, worst first",
@@ -150,12 +150,7 @@ _where = Row(
                     "Since", f"{_of_raised(S('oomwatch_verdict_state_timestamp_seconds'))} * 1000", "dateTimeFromNow"
                 ),
                 Column("Time left", _of_raised(S("oomwatch_verdict_eta_seconds")), "s", decimals=0),
-                Column(
-                    "Symptom",
-                    f"max by ({ABOUT}, cause) ({S('oomwatch_verdict_symptom')})",
-                    words={1: ("of", GREY)},
-                    width=100,
-                ),
+                Column("", f"max by ({ABOUT}, cause) ({S('oomwatch_verdict_symptom')})", shown=False),
             ),
             {
                 "instance": "Node",
@@ -166,7 +161,7 @@ _where = Row(
                 "gpu": "GPU",
                 "mig": "MIG",
                 "pid": "Pid",
-                "cause": "Cause",
+                "cause": "Symptom of",
                 "job": "Job",
             },
             sort="State",
@@ -182,13 +177,12 @@ _where = Row(
                 "GPU",
                 "Time left",
                 "Since",
-                "Symptom",
-                "Cause",
+                "Symptom of",
                 "MIG",
                 "Pid",
                 "Job",
             ),
-            height=9,
+            height=8,
         ),
     ),
 )

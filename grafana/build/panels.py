@@ -119,6 +119,7 @@ def bars(
         bargauges.Panel()
         .orientation(common.VizOrientation.HORIZONTAL)
         .display_mode(common.BarGaugeDisplayMode.BASIC)
+        .text(commons.VizTextDisplayOptions().title_size(13).value_size(15))
         .reduce_options(commons.ReduceDataOptions().calcs(["lastNotNull"]))
         .build()
     )
