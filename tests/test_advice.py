@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -212,6 +213,14 @@ class TestValues:
         text = told("margin-thin")
         assert "--gpu-memory-utilization to 0.94 instead of 0.95: 1 GiB stays free" in text
         assert "about 768 MiB smaller" in text
+
+    def test_flags_that_are_known_have_their_values(self) -> None:
+        known = replace(facts(), max_num_seqs=1024, max_num_batched_tokens=16384)
+        assert "--max-num-batched-tokens from 16384 to 8192" in told("runtime-oom", known)
+        assert "--max-num-seqs from 1024 to about 48, as many as run now" in told("kv-exhaustion", known)
+        assert "--max-num-seqs from" not in told("kv-exhaustion", replace(known, max_num_seqs=48))
+        assert "raise it at the next restart" in told("admission-stall", replace(known, max_num_seqs=8))
+        assert "raise it at the next restart" not in told("admission-stall", known)
 
     def test_pids_without_owner_are_named(self) -> None:
         assert "-p 2201,2202" in told("orphan-memory")

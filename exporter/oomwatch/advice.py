@@ -135,6 +135,16 @@ class _Case:
         to = max(0.05, math.floor((now - share) * 100 + 1e-9) / 100)
         return f"--gpu-memory-utilization from {now:g} to {min(to, now - 0.01):.2f}"
 
+    @property
+    def smaller_batches(self) -> str:
+        """``--max-num-batched-tokens``, halved where it is known: not below what a step of decoding needs."""
+        now = self.facts.max_num_batched_tokens if self.facts else None
+        return f"--max-num-batched-tokens{f' from {now} to {now // 2}' if now is not None and now >= 1024 else ''}"
+
+    @property
+    def sequences(self) -> int | None:
+        return self.facts.max_num_seqs if self.facts else None
+
     def before(self) -> str:
         """By when, with the earlier bound of the time left: `` within 5 h``, or nothing."""
         eta = self.finding.eta
@@ -151,9 +161,6 @@ _FP8 = Action(
     "At the next restart set --kv-cache-dtype fp8, which makes room for about twice the tokens.",
     cost="a small loss of accuracy",
     risk="GPUs and attention backends that do not support it refuse to start",
-)
-_SMALLER_BATCHES = Action(
-    "Or lower --max-num-batched-tokens, which makes the largest single allocation smaller.", cost=_SLOWER_PROMPTS
 )
 
 
@@ -247,7 +254,7 @@ def _profiling(case: _Case) -> _Advice:
         yield Action(f"Or lower {case.less(_short_share(case) or 0.02)}.", cost=_SMALLER_POOL)
     else:
         cost = f"{_SLOWER_PROMPTS}, or {_QUEUE}"
-        yield Action(f"{so}: lower --max-num-batched-tokens or --max-num-seqs.", cost=cost)
+        yield Action(f"{so}: lower {case.smaller_batches}, or --max-num-seqs.", cost=cost)
         if case.text("step"):
             yield Action("Or use more GPUs (--tensor-parallel-size) or a quantized form of the model.", cost=_MORE_GPUS)
 
@@ -329,7 +336,7 @@ def _margin_thin(case: _Case) -> _Advice:
         )
     else:
         yield Action("At the next restart lower --gpu-memory-utilization so that 1 GiB stays free.", cost=_SMALLER_POOL)
-    yield Action("Or lower --max-num-batched-tokens: a forward pass then asks for less at once.", cost=_SLOWER_PROMPTS)
+    yield Action(f"Or lower {case.smaller_batches}: a forward pass then asks for less at once.", cost=_SLOWER_PROMPTS)
     yield "It need not be now: it has run like this since its start."
 
 
@@ -372,14 +379,16 @@ def _fewer_at_once(case: _Case) -> _Advice:
             cost="new requests are let in later",
         )
     running = case.number("running")
-    bound = f" to about {running:.0f}, as many as run now" if running is not None and running >= 2 else ""
+    limit, fewer = case.sequences, running is not None and running >= 2
+    fewer = fewer and (limit is None or limit > (running or 0))
+    bound = f"{f' from {limit}' if limit else ''} to about {running:.0f}, as many as run now" if fewer else ""
     lower = "Or lower" if watermark else "At the next restart lower"
     yield Action(f"{lower} --max-num-seqs{bound}, so that fewer are computed twice.", cost=_QUEUE)
 
 
 def _admission_stall(case: _Case) -> _Advice:
     running = case.number("running")
-    if running:
+    if running and case.sequences in (None, round(running)):
         yield Action(
             f"If --max-num-seqs is {running:.0f}, that is the limit, not memory: raise it at the next restart, for the "
             "pool has room.",
@@ -449,7 +458,9 @@ def _runtime_oom(case: _Case) -> _Advice:
     yield Action(
         f"Lower {case.less(share or 0.02)}{missing}. What is outside the KV pool gets room.", cost=_SMALLER_POOL
     )
-    yield _SMALLER_BATCHES
+    yield Action(
+        f"Or lower {case.smaller_batches}, which makes the largest single allocation smaller.", cost=_SLOWER_PROMPTS
+    )
 
 
 def _crash_loop(case: _Case) -> _Advice:
@@ -486,7 +497,9 @@ def _allocator_fragmentation(case: _Case) -> _Advice:
         )
     else:
         yield Action(f"Or lower {case.less(0.02)}: what is outside the KV pool gets room.", cost=_SMALLER_POOL)
-    yield _SMALLER_BATCHES
+    yield Action(
+        f"Or lower {case.smaller_batches}, which makes the largest single allocation smaller.", cost=_SLOWER_PROMPTS
+    )
 
 
 def _unaccounted_growth(case: _Case) -> _Advice:

@@ -192,6 +192,8 @@ class EngineFacts:
     gpus: tuple[str, ...] | None = None
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     vllm_version: str | None = None
     kv_connector: bool | None = None
     kv_pool_blocks: int | None = None  # usable blocks of one rank, where an operator states them

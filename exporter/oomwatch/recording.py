@@ -707,6 +707,8 @@ def _facts(engine: _Fields) -> EngineFacts:
         gpus=engine.optional("gpus", engine.texts),
         gpu_memory_utilization=engine.optional("gpu_memory_utilization", engine.number),
         max_model_len=engine.optional("max_model_len", engine.whole),
+        max_num_seqs=engine.optional("max_num_seqs", engine.whole),
+        max_num_batched_tokens=engine.optional("max_num_batched_tokens", engine.whole),
         vllm_version=engine.optional("vllm_version", engine.text),
         kv_connector=engine.optional("kv_connector", engine.boolean),
         kv_pool_blocks=engine.optional("kv_pool_blocks", engine.whole),

@@ -86,7 +86,8 @@ def test_the_port(line: str, port: int) -> None:
 
 def test_facts() -> None:
     command = _parse(
-        "org/model --host 0.0.0.0 --gpu_memory_utilization 0.85 --max-model-len 8k --ssl-keyfile k --ssl-certfile c "
+        "org/model --host 0.0.0.0 --gpu_memory_utilization 0.85 --max-model-len 8k --max-num-seqs 64 "
+        "--max-num-batched-tokens 16K --ssl-keyfile k --ssl-certfile c "
         '--kv-transfer-config {"kv_connector":"NixlConnector"} --served-model-name chat other --enforce-eager'
     )
     assert command == ServerCommand(
@@ -95,6 +96,8 @@ def test_facts() -> None:
         https=True,
         gpu_memory_utilization=0.85,
         max_model_len=8000,
+        max_num_seqs=64,
+        max_num_batched_tokens=16384,
         kv_connector=True,
     )
 

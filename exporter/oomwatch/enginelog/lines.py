@@ -33,7 +33,8 @@ def told_facts(before: EngineFacts, entry: Entry) -> EngineFacts:
     if isinstance(event, Start):
         given = {"vllm_version": event.version, "max_model_len": event.max_model_len}
     elif isinstance(event, Settings):
-        given = {"gpu_memory_utilization": event.gpu_memory_utilization, "max_model_len": event.max_model_len}
+        names = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+        given = {name: getattr(event, name) for name in names}
     elif isinstance(event, Budget):
         given = {"gpu_memory_utilization": event.utilization}
     known = {name: value for name, value in given.items() if value is not None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -19,6 +18,7 @@ from oomwatch.plan.memory import Device, Setup, plan
 from oomwatch.plan.model import Model, ModelError, given_sizes, read_model
 from oomwatch.settings import ConfigError, parse_size
 from oomwatch.sources.vllm.meaning import release
+from oomwatch.sources.vllm_command import human_int
 
 NEWEST = "0.33.0"
 
@@ -34,19 +34,17 @@ class _Size(click.ParamType[int]):
 
 
 class _Tokens(click.ParamType[int]):
-    """As vLLM reads its numbers of tokens: ``32k`` is 32,000 and ``32K`` is 32,768 (vllm/engine/arg_utils.py)."""
+    """As vLLM reads its numbers of tokens: ``32k`` is 32,000 and ``32K`` is 32,768."""
 
     name = "tokens"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,6}))?([kKmM]?)", str(value))
-        count = int(float(f"{found[1]}.{found[2] or 0}") * _FACTORS[found[3]]) if found else 0
-        if count < 1:
+        count = human_int(str(value))
+        if not count:
             self.fail(f"{value} is no number of tokens. Write one such as 32768 or 32k", param, ctx)
         return count
 
 
-_FACTORS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 _SIZE = _Size()
 _TOKENS = _Tokens()
 _count = click.IntRange(min=1)

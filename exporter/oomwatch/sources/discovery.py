@@ -106,6 +106,8 @@ class Discovery:
                     pids=server.pids,
                     gpu_memory_utilization=server.command.gpu_memory_utilization,
                     max_model_len=server.command.max_model_len,
+                    max_num_seqs=server.command.max_num_seqs,
+                    max_num_batched_tokens=server.command.max_num_batched_tokens,
                     kv_connector=server.command.kv_connector,
                     origin="discovery",
                 )

@@ -33,6 +33,8 @@ _VALUES = frozenset(
         "kv-offloading-size",
         "kv-transfer-config",
         "max-model-len",
+        "max-num-batched-tokens",
+        "max-num-seqs",
         "model",
         "port",
         "ssl-certfile",
@@ -69,6 +71,8 @@ class ServerCommand:
     ray: bool = False
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     kv_connector: bool | None = None
 
 
@@ -154,6 +158,8 @@ def parse_server(arguments: Sequence[str], read_config: Callable[[str], bytes]) 
         ray=text("distributed-executor-backend") == "ray",
         gpu_memory_utilization=utilization if utilization is not None and 0 < utilization <= 1 else None,
         max_model_len=human_int(text("max-model-len")),
+        max_num_seqs=human_int(text("max-num-seqs")),
+        max_num_batched_tokens=human_int(text("max-num-batched-tokens")),
         kv_connector=True if connector else False if config_read else None,
     )
 
