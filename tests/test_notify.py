@@ -84,6 +84,20 @@ def test_an_alert_says_what_how_sure_how_long_and_what_first() -> None:
     assert notes["page"] == "http://n1:9841/"
 
 
+@pytest.mark.parametrize(
+    ("about", "dashboard"),
+    [
+        (Subject(gpu="GPU-1"), "oomwatch-gpu?var-instance=n1%3A9841&var-gpu=GPU-1"),
+        (Subject(gpu="MIG-2"), "oomwatch-gpu?var-instance=n1%3A9841"),
+        (Subject(), "oomwatch-self?var-instance=n1%3A9841"),
+    ],
+    ids=["gpu", "mig", "node"],
+)
+def test_the_dashboard_is_that_of_what_the_alert_is_about(about: Subject, dashboard: str) -> None:
+    (alert,) = alerts_of(node(verdict("source-stale", "ticket", about)), replace(PLACE, grafana="https://g"), NOW)
+    assert alert.annotations["dashboard"] == f"https://g/d/{dashboard}"
+
+
 def test_labels_are_those_of_the_rules() -> None:
     """What promtool expects of the rules for a leak of the engine chat, by their own test."""
     expected = next(

@@ -57,6 +57,7 @@ def _alerts(links: Links) -> Iterator[Alert]:
         "it was renamed, its service discovery finds nothing, or it was taken out of the configuration.",
         action="Look at Prometheus' page of targets, and at what changed in its scrape configuration.",
         comment="OomwatchDown cannot see a target that is no longer one. Quiet where oomwatch was never scraped.",
+        about="job",
     )
     devices, engines = (", ".join(LABELS[name]) for name in ("oomwatch_gpu_info", "oomwatch_engine_info"))
     yield _alert(
@@ -142,6 +143,7 @@ def _alert(
     description: str,
     action: str,
     comment: str = "",
+    about: str = "instance",
 ) -> Alert:
     return Alert(
         alert=name,
@@ -154,6 +156,7 @@ def _alert(
             "description": f"{description}\nFirst: {action}",
             "action": action,
             "runbook_url": links.runbook(name),
+            "dashboard": links.dashboard("oomwatch-self", **{about: about}),
         },
         comment=comment,
     )

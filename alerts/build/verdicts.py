@@ -162,9 +162,15 @@ def _first_action(entry: Entry, state: State) -> str:
 
 
 def _dashboard(links: Links) -> str:
+    """That of the engine, device or node that the incident is about; slices are shown with the GPUs of their node."""
     engine = links.dashboard("oomwatch-engine", instance="instance", engine="engine")
     gpu = links.dashboard("oomwatch-gpu", instance="instance", gpu="gpu")
-    return f"{{{{ if $labels.engine }}}}{engine}{{{{ else }}}}{gpu}{{{{ end }}}}"
+    mig = links.dashboard("oomwatch-gpu", instance="instance")
+    node = links.dashboard("oomwatch-self", instance="instance")
+    return (
+        f"{{{{ if $labels.engine }}}}{engine}{{{{ else if $labels.gpu }}}}{gpu}"
+        f"{{{{ else if $labels.mig }}}}{mig}{{{{ else }}}}{node}{{{{ end }}}}"
+    )
 
 
 # --- templates ---------------------------------------------------------------------------------------------------

@@ -51,6 +51,9 @@ _ANSWER_BYTES = 1 << 20
 
 TEST_ALERT = "OomwatchTest"
 
+# The dashboard for what an alert is about; slices are shown with the GPUs of their node.
+_BOARDS = {"engine": "engine", "gpu": "gpu", "mig": "gpu"}
+
 Key = tuple[tuple[str, str], ...]
 
 
@@ -108,9 +111,9 @@ class Place:
         if self.runbooks:
             found["runbook_url"] = f"{self.runbooks}/{labels['alertname']}.md"
         if self.grafana:
-            about = "engine" if "engine" in labels else "gpu"
-            variables = {f"var-{name}": labels.get(name, "") for name in ("instance", about)}
-            found["dashboard"] = f"{self.grafana}/d/oomwatch-{about}?{urlencode(variables, quote_via=quote)}"
+            board = next((board for name, board in _BOARDS.items() if name in labels), "self")
+            variables = {f"var-{name}": labels[name] for name in ("instance", "engine", "gpu") if name in labels}
+            found["dashboard"] = f"{self.grafana}/d/oomwatch-{board}?{urlencode(variables, quote_via=quote)}"
         return found
 
 

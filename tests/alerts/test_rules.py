@@ -294,10 +294,24 @@ class TestEachAlert:
             assert rule.data["for"] == "30s"
 
     @alerting_rules
-    def test_links_to_a_dashboard_and_the_daemons_page_where_there_is_a_daemon(self, rule: Rule) -> None:
+    def test_links_to_dashboards_by_variables_that_they_have_where_there_is_a_daemon(self, rule: Rule) -> None:
+        if rule.file != "vllm-plain.yml":
+            linked = re.findall(r"/d/([\w-]+)\?(.*?)(?=\{\{ e|$)", rule.data["annotations"]["dashboard"])
+            assert linked
+            for uid, query in linked:
+                assert set(re.findall(r"var-(\w+)=", query)) <= dashboard_variables()[uid]
+
+    @alerting_rules
+    def test_on_a_verdict_links_to_the_daemons_page(self, rule: Rule) -> None:
         if rule.file == "oomwatch-verdicts.yml":
-            assert "var-instance={{" in rule.data["annotations"]["dashboard"]
             assert rule.data["annotations"]["page"] == "http://{{ $labels.instance }}/"
+
+
+@cache
+def dashboard_variables() -> Mapping[str, frozenset[str]]:
+    """The variables of each shipped dashboard, by its uid."""
+    boards = (json.loads(path.read_text()) for path in (REPOSITORY / "grafana" / "dashboards").glob("*.json"))
+    return {board["uid"]: frozenset(one["name"] for one in board["templating"]["list"]) for board in boards}
 
 
 # --- lint --------------------------------------------------------------------------------------------------------
