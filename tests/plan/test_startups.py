@@ -8,7 +8,7 @@ import pytest
 
 from oomwatch.plan.memory import GIB, Budget, Device, Figure, Plan, Setup, plan, pool_of, total
 from oomwatch.plan.model import model_of
-from tests.plan.startups import STARTUPS, Startup
+from tests.plan.startups import QWEN25_7B, STARTUPS, TINY, Startup
 
 ROUNDED = 0.006  # GiB: vLLM prints two decimals
 
@@ -40,6 +40,37 @@ def test_every_part_of_a_published_budget_is_within_its_error_bar(startup: Start
         printed = getattr(startup, name)
         if printed is not None:
             assert figure.low / GIB - ROUNDED <= printed <= figure.high / GIB + ROUNDED, name
+
+
+@pytest.mark.parametrize(
+    ("total_gib", "utilization", "desired"),
+    [
+        (47.38, 0.95, 45.01),  # case 003
+        (15.77, 0.95, 14.98),  # case 007
+        (22.05, 0.9, 19.84),  # pytorch/pytorch#175666
+        (79.25, 0.92, 72.91),
+        (79.19, 0.9, 71.27),
+        (23.53, 0.8, 18.82),
+        (95.01, 0.9, 85.51),
+        (139.81, 0.9, 125.83),
+        (184.31, 0.92, 169.56),
+        (23.99, 0.85, 20.39),
+    ],
+)
+def test_the_budget_is_the_one_that_vllm_printed(total_gib: float, utilization: float, desired: float) -> None:
+    device = Device("GPU", Figure.exact(total_gib * GIB, "the report"))
+    made = plan(model_of(TINY), device, Setup(version=(0, 27, 1), gpu_memory_utilization=utilization))
+    # Both sizes are printed with two decimals.
+    assert made.budget.requested.value / GIB == pytest.approx(desired, abs=0.01)
+
+
+def test_a_start_that_a_neighbour_refused_is_foreseen() -> None:
+    """Case 003: 31.44 of 47.38 GiB were free, 45.01 wanted; at 0.66 it is up to the graphs."""
+    held = int((47.38 - 31.44 - 0.45) * GIB)
+    device = Device("GPU", Figure.exact(47.38 * GIB, "the report"), held)
+    for share, starts in ((0.95, "no"), (0.66, "perhaps"), (0.6, "yes")):
+        setup = Setup(version=(0, 9, 1), gpu_memory_utilization=share, max_model_len=32768)
+        assert plan(model_of(QWEN25_7B), device, setup).starts == starts
 
 
 # The breakdown of case 007 is made up around the report's blocks, so its activations prove nothing about vLLM's.
