@@ -7,10 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -28,43 +26,12 @@ from tests.probe.torch_shapes import (
     PIECES_REQUEST,
     REMAINDERS,
     Segment,
+    Torch,
     segment,
     stats_of,
 )
 
 PROBE = Path(allocator.__file__).parents[1]
-
-
-class Torch:
-    """Answers as PyTorch does on a machine with two devices, of which the process uses the second."""
-
-    def __init__(self, segments: Sequence[Segment] = HEALTHY_SLACK) -> None:
-        self.stats = stats_of(segments)
-        self.segments = segments
-        self.snapshots = 0
-        self.backend = "native"
-        self.cuda: Any = self
-        self._C = SimpleNamespace(_cuda_isHistoryEnabled=lambda: False)
-
-    __version__ = "2.13.0"
-
-    def device_count(self) -> int:
-        return 2
-
-    def get_allocator_backend(self) -> str:
-        return self.backend
-
-    def get_device_properties(self, index: int) -> Any:
-        assert index == 1
-        return SimpleNamespace(uuid="6a0c1d2e", pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-
-    def memory_stats_as_nested_dict(self, device: int) -> dict[str, Any]:
-        return self.stats if device == 1 else stats_of([])
-
-    def memory_snapshot(self, mempool_id: object = None, include_traces: bool = True) -> list[Segment]:
-        assert not include_traces
-        self.snapshots += 1
-        return [{**one, "device": device} for device in (0, 1) for one in (self.segments if device else ())]
 
 
 class Clock:

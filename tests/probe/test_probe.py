@@ -20,6 +20,7 @@ import oomwatch
 import oomwatch_probe
 from oomwatch.probe_layout import Absence, Report, decode
 from tests.e2e.processes import wait_until
+from tests.probe.torch_shapes import MIB
 
 REPOSITORY = Path(__file__).parents[2]
 WAIT = "import time\nwhile True: time.sleep(0.01)"
@@ -172,6 +173,40 @@ class TestWhereItBegins:
         name, _, value = lines[lines.index('[project.entry-points."vllm.general_plugins"]') + 1].partition(" = ")
         point = metadata.EntryPoint(name, value.strip('"'), "vllm.general_plugins")
         assert point.load() is importlib.import_module("oomwatch_probe").register
+
+
+class TestAWorker:
+    TORCH = "import sys; from tests.probe.torch_shapes import Torch; torch = sys.modules['torch'] = Torch()"
+
+    def test_tells_of_its_allocator_once_cuda_is_initialised(
+        self, environment: dict[str, str], run_folder: Path
+    ) -> None:
+        lines = [self.TORCH, REGISTER, "input(); torch.initialise()", WAIT]
+        with Process(lines, environment) as process:
+            assert process.popen.stdin is not None
+            assert not run_folder.exists()
+            process.popen.stdin.write("\n")
+            process.popen.stdin.flush()
+            report = wait_for_number(run_folder, "free_bytes")[process.popen.pid]
+        assert (report.numbers["reserved_bytes"], report.numbers["device_index"]) == (3604 * MIB, 1)
+        assert report.numbers["blocks_total"] is Absence.NOT_YET
+        assert report.texts["torch_version"] == "2.13.0"
+
+    def test_has_told_of_a_failed_allocation_before_it_dies_of_it(
+        self, environment: dict[str, str], run_folder: Path
+    ) -> None:
+        die = f"input(); torch.fail({384 * MIB}); import os; os.kill(os.getpid(), 9)"
+        environment["OOMWATCH_PROBE_INTERVAL"] = "0.5"
+        with Process([self.TORCH, REGISTER, "torch.initialise()", die], environment) as process:
+            wait_for_number(run_folder, "stats_time_ns")
+            assert process.popen.stdin is not None
+            process.popen.stdin.write("\n")
+            process.popen.stdin.flush()
+            assert process.popen.wait(30) == -signal.SIGKILL
+            numbers = reports(run_folder)[process.popen.pid].numbers
+        assert (numbers["oom_observed"], numbers["oom_request_bytes"]) == (1, 384 * MIB)
+        assert (numbers["oom_device_free_bytes"], numbers["oom_reserved_bytes"]) == (5 * MIB, 3604 * MIB)
+        assert numbers["oom_largest_free_block_bytes"] == 1024 * MIB
 
 
 class TestItsEnd:

@@ -5,7 +5,8 @@ The shapes are those of public reports; sizes that a report does not give are ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 MIB = 1 << 20
@@ -85,3 +86,58 @@ GRAPHS = [segment((2048, USED), (8, FREE)), segment((300, USED), (724, FREE), po
 EXPANDABLE = [segment((4000, USED), (16, FREE), (2000, USED), expandable=True)]
 
 ANOTHER_STREAM = [segment((100, AWAITING), (156, USED))]
+
+
+class Torch:
+    """Answers as PyTorch does on a machine with two devices, of which the process uses the second."""
+
+    def __init__(self, segments: Sequence[Segment] = HEALTHY_SLACK) -> None:
+        self.stats = stats_of(segments)
+        self.segments = segments
+        self.snapshots = 0
+        self.backend = "native"
+        self.cuda: Any = self
+        self.initialised = False
+        self.waiting: list[Callable[[], object]] = []
+        self.observers: list[Callable[[int, int, int, int], object]] = []
+        self._C = SimpleNamespace(
+            _cuda_isHistoryEnabled=lambda: False, _cuda_attach_out_of_memory_observer=self.observers.append
+        )
+
+    __version__ = "2.13.0"
+
+    def is_initialized(self) -> bool:
+        return self.initialised
+
+    def _lazy_call(self, call: Callable[[], object]) -> None:
+        self.waiting.append(call)
+
+    def initialise(self) -> None:
+        """As the first use of a device does it."""
+        for call in self.waiting:
+            call()
+        self.initialised = True
+
+    def fail(self, request: int) -> None:
+        """As an allocation does that finds no memory: the observers come before the error."""
+        self.stats["num_ooms"] += 1
+        for observer in self.observers:
+            observer(1, request, 80 << 30, 5 * MIB)
+
+    def device_count(self) -> int:
+        return 2
+
+    def get_allocator_backend(self) -> str:
+        return self.backend
+
+    def get_device_properties(self, index: int) -> Any:
+        assert index == 1
+        return SimpleNamespace(uuid="6a0c1d2e", pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+
+    def memory_stats_as_nested_dict(self, device: int) -> dict[str, Any]:
+        return self.stats if device == 1 else stats_of([])
+
+    def memory_snapshot(self, mempool_id: object = None, include_traces: bool = True) -> list[Segment]:
+        assert not include_traces
+        self.snapshots += 1
+        return [{**one, "device": device} for device in (0, 1) for one in (self.segments if device else ())]
