@@ -509,6 +509,69 @@ _traffic = Row(
     ),
 )
 
+UNPROBED = "No oomwatch-probe runs inside this engine, or no data: see State"
+
+_inside = Row(
+    "Inside the engine, where oomwatch-probe runs",
+    (
+        series(
+            "Whose the KV blocks are",
+            "Counted by the engine core itself. Good: none that are held by nobody. Those of finished requests wait "
+            "for a KV connector.",
+            (Query(f"sum by (ownership) ({R('oomwatch_kv_blocks')})", "{{ownership}}"),),
+            unit="none",
+            stacked=True,
+            lowest=0,
+            colours={"free": LIGHT, "living": BLUE, "finished": SKY, "ownerless": VERMILLION},
+            empty=UNPROBED,
+        ),
+        series(
+            "PyTorch's allocator",
+            "What each worker's allocator holds, and what of it tensors have. Good: both steady. A gap that grows is "
+            "free memory that others cannot have.",
+            (
+                Query(EG("oomwatch_allocator_reserved_bytes"), "{{process_rank}} held", colour=ORANGE),
+                Query(EG("oomwatch_allocator_allocated_bytes"), "{{process_rank}} in tensors", colour=BLUE),
+            ),
+            unit="bytes",
+            empty=UNPROBED,
+        ),
+        series(
+            "Free memory of the allocator",
+            "Good: the largest piece is nearly all that is free. Pieces between blocks in use can be neither used for "
+            "something larger nor given back: fragmentation.",
+            (
+                Query(EG("oomwatch_allocator_largest_free_block_bytes"), "{{process_rank}} largest piece", colour=BLUE),
+                Query(EG("oomwatch_allocator_inactive_split_bytes"), "{{process_rank}} in pieces", colour=PURPLE),
+                Query(EG("oomwatch_allocator_releasable_bytes"), "{{process_rank}} could be given back", colour=GREY),
+            ),
+            unit="bytes",
+            lowest=0,
+            empty=UNPROBED,
+        ),
+        series(
+            "Allocations that did not fit at once",
+            "Retried after the cache was given back, and failed: out of memory. Good: none; retries come before "
+            "failures.",
+            (
+                Query(
+                    f"increase({EG('oomwatch_allocator_retries_total')}[$__rate_interval])",
+                    "{{process_rank}} retried",
+                    colour=ORANGE,
+                ),
+                Query(
+                    f"increase({EG('oomwatch_allocator_failures_total')}[$__rate_interval])",
+                    "{{process_rank}} failed",
+                    colour=VERMILLION,
+                ),
+            ),
+            unit="short",
+            lowest=0,
+            empty=UNPROBED,
+        ),
+    ),
+)
+
 _facts = Row(
     "What the engine is",
     (
@@ -573,7 +636,7 @@ BOARD = Board(
         variables.ranks(E),
         variables.gpus_of_engine(E),
     ),
-    rows=(_now, _verdicts, _pool, _device, _host, _traffic, _facts),
+    rows=(_now, _verdicts, _pool, _device, _inside, _host, _traffic, _facts),
     links=(
         to_board("Fleet", "oomwatch-fleet"),
         to_board("GPU", "oomwatch-gpu", "instance"),

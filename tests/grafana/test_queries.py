@@ -77,7 +77,7 @@ HIT: Mapping[str, tuple[str, int]] = {
     "orphan": ("llama-70b", 1),
     "restart": ("mistral-7b", 3),
 }
-# Never in the demo: no GPU there is sliced, and every part of every engine is known while it lives.
+# No GPU of the demo is sliced.
 NOT_IN_THE_DEMO = {
     ("oomwatch-gpu", "oomwatch_mig_memory_held_bytes"),
     ("oomwatch-gpu", "oomwatch_mig_memory_free_bytes"),
