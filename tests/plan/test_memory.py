@@ -95,6 +95,10 @@ class TestRanks:
         assert sixteen.pool is not None
         assert sixteen.pool.block_bytes == eight.pool.block_bytes
 
+    def test_heads_that_cannot_be_split_are_refused_as_vllm_does(self) -> None:
+        with pytest.raises(ModelError, match="does not divide the 32 attention heads"):
+            planned(tensor_parallel_size=3)
+
     def test_a_latent_cache_is_the_same_on_every_rank(self) -> None:
         two, eight = planned(KIMI_K2, tensor_parallel_size=2), planned(KIMI_K2, tensor_parallel_size=8)
         assert two.pool is not None

@@ -229,6 +229,11 @@ def _consistent(model: Model, setup: Setup) -> None:
     stages = setup.pipeline_parallel_size
     if stages > len(model.layers):
         raise ModelError(f"--pipeline-parallel-size {stages} is more than the {len(model.layers)} layers of the model")
+    if model.heads % setup.tensor_parallel_size:
+        raise ModelError(
+            f"--tensor-parallel-size {setup.tensor_parallel_size} does not divide the {model.heads} attention heads of "
+            "the model, so vLLM refuses it"
+        )
     if not 0 < setup.utilization <= 1:
         raise ModelError(f"--gpu-memory-utilization {setup.utilization:g} is not above 0 and at most 1")
     if setup.kv_cache_memory_bytes is not None and setup.version < KV_BYTES:

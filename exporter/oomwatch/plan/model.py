@@ -80,6 +80,7 @@ class Model:
     head: Part | None
     encoder: Part | None
     hidden: int
+    heads: int
     vocabulary: int
     dtype_bytes: int
     quantization: Quantization
@@ -281,6 +282,7 @@ def model_of(
         head=None if tied else Part("head", _padded(vocabulary) * hidden, linear=False),
         encoder=encoder,
         hidden=hidden,
+        heads=shape.heads,
         vocabulary=vocabulary,
         dtype_bytes=_dtype_bytes(dtype or text.text("dtype", "torch_dtype") or whole.text("dtype", "torch_dtype")),
         quantization=quantization(whole.values, text.values, quantized_by),
@@ -640,6 +642,7 @@ def given_sizes(weights: int, bytes_per_token: int | None, name: str = "given") 
         head=None,
         encoder=None,
         hidden=0,
+        heads=0,
         vocabulary=0,
         dtype_bytes=2,
         quantization=Quantization("none", None),
