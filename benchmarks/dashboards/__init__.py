@@ -1,0 +1,1 @@
+"""How long the dashboards take to load on a large fleet: ``python -m benchmarks.dashboards``."""
