@@ -122,6 +122,18 @@ def _alerts(links: Links) -> Iterator[Alert]:
     )
     yield _alert(
         links,
+        "OomwatchProbeSilent",
+        'oomwatch_source_up{source="allocator"} == 0',
+        "warning",
+        "15m",
+        summary="oomwatch-probe tells nothing to oomwatch on {{ $labels.instance }} ({{ $labels.target }})",
+        description="For 15 minutes the files of oomwatch-probe in {{ $labels.target }} (an engine, or the folder of "
+        "the files) were not written or could not be read: fragmentation of its memory cannot be seen.",
+        action="Look at the daemon's page, under where it all comes from, for what is wrong with the files.",
+        comment="An engine without a probe has no such series, and one that ended loses it.",
+    )
+    yield _alert(
+        links,
         "OomwatchConfigReloadFailed",
         "oomwatch_config_last_reload_successful == 0",
         "warning",
