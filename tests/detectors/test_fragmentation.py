@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,6 +186,21 @@ class TestNoBlockIsLargeEnough:
         def sample(t: float) -> AllocatorSample:
             largest = transient if t < HOUR / 2 else MIB
             return allocator(t, 60 * GIB, 61 * GIB, peak=61 * GIB, largest=largest, driver_free=0)
+
+        assert watch(detector(), 2 * HOUR, sample).worst == state
+
+    @pytest.mark.parametrize(
+        ("peak", "state"), [(60 * GIB + 300 * MIB, "clear"), (61 * GIB, "ticket"), (None, "ticket")]
+    )
+    def test_one_allocation_is_no_more_than_all_rise_above_their_floor(self, peak: int | None, state: State) -> None:
+        """A block of 1 GiB that was free once may have grown together from smaller ones."""
+
+        def sample(t: float) -> AllocatorSample:
+            shown = healthy(t) if t < HOUR / 2 else broken_up(t)
+            stats = {**shown.report.stats, "allocated_bytes.all.peak": peak or 0}
+            if peak is None:
+                del stats["allocated_bytes.all.peak"]
+            return replace(shown, report=replace(shown.report, stats=stats))
 
         assert watch(detector(), 2 * HOUR, sample).worst == state
 

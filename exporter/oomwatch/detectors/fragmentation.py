@@ -96,23 +96,23 @@ class _Transient:
     """The largest single allocation that comes and goes, as far as can be told, in bytes.
 
     What was free in one piece was once asked for in one piece, or grew together from what was; and one allocation is
-    never more than all of them rise above their floor. The smaller of both bounds it; what a failed allocation asked
-    for is exact.
+    never more than the peak of all of them rises above their floor, where the peak is told. The smaller of both bounds
+    it; what a failed allocation asked for is exact.
     """
 
     def __init__(self) -> None:
         self._largest_free: int | None = None
         self._least_allocated: int | None = None
-        self._most_allocated = 0
+        self._peak: int | None = None
         self._asked = 0
 
     def add(self, report: AllocatorReport) -> None:
-        allocated = report.current("allocated_bytes")
+        allocated, peak = report.current("allocated_bytes"), report.stats.get("allocated_bytes.all.peak")
         if allocated is not None:
-            peak = report.stats.get("allocated_bytes.all.peak", 0)
-            self._most_allocated = max(self._most_allocated, allocated, peak)
             least = self._least_allocated
             self._least_allocated = allocated if least is None else min(allocated, least)
+        if peak is not None:
+            self._peak = max(peak, self._peak or 0)
         if report.largest_free_block is not None:
             self._largest_free = max(report.largest_free_block, self._largest_free or 0)
 
@@ -121,9 +121,10 @@ class _Transient:
 
     @property
     def bytes(self) -> int | None:
-        if self._largest_free is None or self._least_allocated is None:
-            return self._asked or None
-        return max(self._asked, min(self._largest_free, self._most_allocated - self._least_allocated))
+        most = self._largest_free
+        if most is not None and self._peak is not None and self._least_allocated is not None:
+            most = min(most, max(0, self._peak - self._least_allocated))
+        return self._asked or None if most is None else max(self._asked, most)
 
 
 class AllocatorFragmentation:
