@@ -25,7 +25,7 @@ import requests
 from benchmarks.dashboards import block, fleet
 from tests.e2e.prometheus import PrometheusServer, scrape_config
 from tests.e2e.tools import require_tool
-from tests.grafana.boards import UIDS, asked, board, filled, panels, questions, variables
+from tests.grafana.dashboards import UIDS, asked, board, filled, panels, questions, variables
 
 AT_ONCE = 6
 SCRAPE_S = 60

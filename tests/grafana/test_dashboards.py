@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from promql_parser import Call, MatrixSelector, VectorSelector
 
 from tests.alerts.promql import labels_of, nodes, rules, selectors, series
-from tests.grafana.boards import (
+from tests.grafana.dashboards import (
     FOLDER,
     REPOSITORY,
     UIDS,
