@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import requests
 
-from tests.e2e.prometheus import PrometheusServer
-from tests.grafana.boards import UIDS, asked, filled, marks, panels, targets, variables
+from tests.e2e.daemon import OomwatchDaemon
+from tests.e2e.prometheus import PrometheusServer, scrape_config
+from tests.grafana.dashboards import UIDS, asked, filled, marks, panels, targets, variables
 from tests.grafana.seeded import DOWN, END, JOB, TALES
 
 WINDOW = 6 * 3600
@@ -31,15 +33,17 @@ class View:
 
 
 class Server:
-    """Asks as Grafana's data source does, at END."""
+    """Asks as Grafana's data source does, at END unless another clock is given."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, now: Callable[[], float] = lambda: END) -> None:
         self.url = url
+        self._now = now
         self._session = requests.Session()
 
     def query(self, expr: str, *, instant: bool) -> list[dict[str, Any]]:
         """The series of the answer; an AssertionError with Prometheus' own words when it refuses."""
-        span = {"time": str(END)} if instant else {"start": str(END - WINDOW), "end": str(END), "step": str(STEP)}
+        end = self._now()
+        span = {"time": str(end)} if instant else {"start": str(end - WINDOW), "end": str(end), "step": str(STEP)}
         answer = self._session.post(
             f"{self.url}/api/v1/{'query' if instant else 'query_range'}", data={"query": expr, **span}, timeout=30
         ).json()
@@ -57,7 +61,7 @@ class Server:
         assert label, variable["query"]
         answer = self._session.get(
             f"{self.url}/api/v1/label/{label[1]}/values",
-            params={"match[]": expr, "start": str(END - WINDOW), "end": str(END)},
+            params={"match[]": expr, "start": str(self._now() - WINDOW), "end": str(self._now())},
             timeout=30,
         ).json()
         assert answer["status"] == "success", answer
@@ -231,3 +235,21 @@ def test_restarts_sleep_pages_and_xids_are_marked(server: Server) -> None:
     assert marked("oomwatch-gpu", "Xid", "lost")
     for name in ("Restarts", "Sleep", "Pages"):
         assert not marked("oomwatch-engine", name, "healthy")
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str]]:
+    """A Prometheus that scrapes the demo as it runs, and the demo's instance."""
+    folder = tmp_path_factory.mktemp("live")
+    with OomwatchDaemon(folder, command=("demo",), arguments=("--interval", "1")) as demo:
+        target = f"127.0.0.1:{demo.port}"
+        with PrometheusServer(folder, scrape_config({JOB: [target]})) as prometheus:
+            prometheus.wait_for("count_over_time(oomwatch_build_info[1m]) >= 3")
+            yield Server(prometheus.url, time.time), target
+
+
+@every_board
+def test_what_prometheus_scrapes_from_the_demo_fills_the_dashboards(uid: str, live: tuple[Server, str]) -> None:
+    server, target = live
+    answers = Answers(server)
+    assert must_be_filled(uid) - answers.filled_panels(uid, target) == set()
