@@ -129,10 +129,13 @@ def test_without_a_gpu_named_those_of_the_node_are_read_with_what_is_held_there(
     sim.set_processes(0, [Process(os.getpid(), 30 * GIB)], used=30 * GIB)
     command = [sys.executable, "-m", "oomwatch.cli", "plan", str(model), "--format", "json", "-tp", "2"]
     environ = {**os.environ, **environment(nvml_library, sim)}
-    result = subprocess.run(
-        list(map(str, command)), env=environ, capture_output=True, text=True, timeout=60, check=False
-    )
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *more], env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+    result = run()
     made = json.loads(result.stdout)
     assert made["device"]["held_bytes"] >= 30 * GIB
+    assert json.loads(run("--held", "0").stdout)["device"]["held_bytes"] == 0
     assert result.returncode == 1
     assert made["starts"] == "no"

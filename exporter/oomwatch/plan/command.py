@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -53,7 +54,7 @@ _count = click.IntRange(min=1)
 @click.command("plan")
 @click.argument("path", metavar="[MODEL]", type=click.Path(path_type=Path), required=False)
 @click.option("--gpu", metavar="GPU", help="A name (H100, 'A100 80GB'), a size (79.2GiB), or indices here (0,1).")
-@click.option("--held", type=_SIZE, default=0, help="What others hold on it, where --gpu is a name or a size.")
+@click.option("--held", type=_SIZE, help="What others hold on it; in place of what is read here, 0 to replace it all.")
 @click.option("--vllm-version", metavar="VERSION", default=NEWEST, show_default=True, help="Rules changed over time.")
 @click.option("--margin", type=_SIZE, default="1GiB", show_default=True, help="What the limits leave free.")
 @click.option("--weights", type=_SIZE, help="Bytes of the weights of all ranks, in place of MODEL.")
@@ -78,7 +79,7 @@ _count = click.IntRange(min=1)
 def command(
     path: Path | None,
     gpu: str | None,
-    held: int,
+    held: int | None,
     vllm_version: str,
     margin: int,
     weights: int | None,
@@ -134,8 +135,8 @@ def command(
     )
     try:
         model = _model(path, weights, kv_bytes_per_token, dtype, quantization)
-        device = _device(gpu, held)
-        made = plan(model, device or _of_this_node(gpu, setup), setup, margin=margin)
+        device = _device(gpu, held or 0)
+        made = plan(model, device or _of_this_node(gpu, held, setup), setup, margin=margin)
     except ModelError as error:
         _fail(str(error))
     click.echo(json.dumps(report.plain(made), indent=2) if form == "json" else report.text(made))
@@ -164,13 +165,14 @@ def _device(gpu: str | None, held: int) -> Device | None:
     return gpus.named(gpu, held)
 
 
-def _of_this_node(gpu: str | None, setup: Setup) -> Device:
+def _of_this_node(gpu: str | None, held: int | None, setup: Setup) -> Device:
     logs.configure("error", "console")
     try:
         snapshot = read_once(load(None, {**os.environ, "OOMWATCH_DISCOVERY__ENABLED": "false"}, {}))
     except ConfigError as error:
         raise ModelError(str(error)) from None
-    return gpus.of_node(snapshot, setup.ranks * setup.data_parallel_size, gpu.split(",") if gpu else ())
+    device = gpus.of_node(snapshot, setup.ranks * setup.data_parallel_size, gpu.split(",") if gpu else ())
+    return device if held is None else replace(device, held=held, holders=())
 
 
 def _fail(problem: str) -> NoReturn:
