@@ -1,6 +1,6 @@
 """The way of an alert to a person: Prometheus with the shipped rules, Alertmanager with the shipped configuration.
 
-Both are shipped to wait for minutes; here what they wait for is a fifteenth of it.
+Both are shipped to wait for minutes; here they wait for seconds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from tests.e2e.prometheus import PrometheusServer, scrape_config
 
 RULES = REPOSITORY / "alerts" / "rules"
 CLUSTER = "demo"
-SHORTENED = 15
+SHORTENED = {"interval": 15, "for": 15, "keep_firing_for": 10}
+"""By what factor the durations of rules are; what is kept has to outlast the restart of a daemon on a busy machine."""
+
 WAIT = "1s"
 """Of Alertmanager, for a group and between two notifications of it."""
+
+RESEND_S = 10
+"""Each alert is told Alertmanager anew so often, which forgets it after four times as long."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class AlertChain:
         config = to_webhooks(shipped_config(), self.inbox.url, wait=WAIT)
         self.patient = version == "newest"
         """Whether Alertmanager waits after its own restart until it was told all again, which 0.25 cannot."""
-        arguments = ["--dispatch.start-delay=7s"] if self.patient else []
+        arguments = [f"--dispatch.start-delay={RESEND_S + 2}s"] if self.patient else []
         self.alertmanager = Alertmanager(folder, config, version, arguments=arguments)
         self.prometheus: PrometheusServer | None = None
 
@@ -80,9 +85,8 @@ class AlertChain:
             "scrape_configs": [{"job_name": "oomwatch", "static_configs": static}],
             "alerting": {"alertmanagers": alertmanagers},
         }
-        server = PrometheusServer(
-            self._folder, config, version=self._version, arguments=["--rules.alert.resend-delay=5s"]
-        )
+        resend = f"--rules.alert.resend-delay={RESEND_S}s"
+        server = PrometheusServer(self._folder, config, version=self._version, arguments=[resend])
         self.prometheus = self._running.enter_context(server)
         return server
 
@@ -113,12 +117,12 @@ class AlertChain:
 
 
 def shortened(path: Path, folder: Path) -> Path:
-    """A copy of a file of rules that waits for a fifteenth of the time; what expressions look back over stays."""
+    """A copy of a file of rules that waits for seconds; what expressions look back over stays."""
     document = yaml.safe_load(path.read_text(encoding="utf-8"))
     for group in document["groups"]:
         for entry in (group, *group["rules"]):
-            for key in {"interval", "for", "keep_firing_for"} & entry.keys():
-                entry[key] = f"{round(parse_duration(entry[key]) * 1000 / SHORTENED)}ms"
+            for key in SHORTENED.keys() & entry.keys():
+                entry[key] = f"{round(parse_duration(entry[key]) * 1000 / SHORTENED[key])}ms"
     copy = folder / path.name
     copy.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
     return copy

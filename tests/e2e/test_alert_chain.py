@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.alert_chain import CLUSTER, AlertChain, Notification
+from tests.e2e.alert_chain import CLUSTER, RESEND_S, AlertChain, Notification
 from tests.e2e.daemon import OomwatchDaemon
 from tests.e2e.tools import VERSIONS
 from tests.sources.vllm.captures import capture
@@ -27,7 +27,6 @@ SPEED = "4"
 RANKS = 8
 FROZEN_S, MOVING_S = 7.0, 4.0
 FLAPS = 3
-KEPT = "20s"
 # As short as they may be; what they compare is as shipped, but for numbers of requests in a window.
 THRESHOLDS = {
     "kv_exhaustion": {"rate_window": "10s", "preemption_window": "20s", "after": "5s", "baseline_minutes": 1},
@@ -113,8 +112,8 @@ def directly(chains: Mapping[str, AlertChain], instance: str) -> dict[str, objec
     return {
         "alertmanagers": [{"url": chain.alertmanager.url} for chain in chains.values()],
         "labels": {"cluster": CLUSTER, "instance": instance},
-        "keep_firing_for": KEPT,
-        "resend": "5s",
+        "keep_firing_for": "30s",
+        "resend": f"{RESEND_S}s",
     }
 
 
