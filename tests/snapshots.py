@@ -7,6 +7,7 @@ from dataclasses import replace
 from oomwatch import units
 from oomwatch.attribution import UNKNOWN, held_memory, unowned_memory
 from oomwatch.detectors.base import Eta, Evidence, State, Subject, numbers
+from oomwatch.enginelog.events import Budget, KvPool
 from oomwatch.incidents import Incidents
 from oomwatch.observations import (
     HUNG,
@@ -39,6 +40,7 @@ from oomwatch.snapshot import (
     MigView,
     Snapshot,
     SourceView,
+    StartUpView,
     XidCount,
 )
 from oomwatch.verdicts import CATALOGUE, Verdict
@@ -226,6 +228,34 @@ def driver(state: str = "ok") -> DriverReport:
     return DriverReport(NOW, state, "", "580.82.07", "13.580.82.07", "13.0", 3)
 
 
+def started() -> StartUpView:
+    """A start that both ways of logging a budget made."""
+    measured = Budget(
+        total=79 * GIB,
+        free=78 * GIB,
+        utilization=0.9,
+        promised=71 * GIB,
+        weights=15 * GIB,
+        non_torch=200 * MIB,
+        activation=5 * GIB,
+        graphs=600 * MIB,
+        graphs_estimate=500 * MIB,
+        kv_pool=50 * GIB,
+    )
+    newer = replace(measured, weights=None, non_torch=None, consumed=15 * GIB)
+    pool = KvPool(tokens=439_408, max_model_len=8192, concurrency=53.6)
+    return StartUpView(
+        NOW - 3600,
+        "serving",
+        NOW - 3540,
+        "0.26.0",
+        0.9,
+        8192,
+        budgets=(("0", "TP0", measured), ("0", "TP1", newer)),
+        pools=(("0", pool),),
+    )
+
+
 def full() -> Snapshot:
     """A snapshot with a sample of every family."""
     processes = (
@@ -247,6 +277,8 @@ def full() -> Snapshot:
         overhead={gpu_uuid(0): 900 * MIB},
         allocators=(allocator(4714),),
         owners=(BlockOwners(NOW, 4711, "0", NOW - 1, 27_462, 26_000, 800, 150, ownerless=512, cached=9_000),),
+        startup=started(),
+        ran_out=(("capacity", "runtime", 2), ("fragmentation", "runtime", 1)),
     )
     without_fixed_pool = replace(rank(), pool=replace(rank().pool, configured_bytes=NOT_EXPOSED))
     on_a_slice = engine("sliced", ranks=(without_fixed_pool,))

@@ -351,7 +351,8 @@ class TestCollection:
             for view in full().gpus
         )
         engines = tuple(
-            replace(unreachable(view), processes=(), gpu_memory=stale, overhead=stale) for view in full().engines
+            replace(unreachable(view), processes=(), gpu_memory=stale, overhead=stale, startup=None)
+            for view in full().engines
         )
         verdicts = tuple(verdict(one.name, "unknown", one.subject, reason="no fresh page") for one in full().verdicts)
         left = names(replace(full(), gpus=gpus, engines=engines, unresolved_gpu_pids=stale, verdicts=verdicts))
@@ -371,6 +372,7 @@ class TestCollection:
             "oomwatch_engine_last_seen_timestamp_seconds",
             "oomwatch_engine_last_progress_timestamp_seconds",
             "oomwatch_engine_restarts_total",
+            "oomwatch_engine_out_of_memory_total",
             "oomwatch_engine_max_model_length_tokens",
         }
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from oomwatch import units
 from oomwatch.conclusions import (
     Incident,
+    budget_text,
     confidence_text,
     evidence_text,
     incidents,
@@ -58,6 +59,7 @@ def _read(feed: NodeFeed) -> None:
     feed.find_engines()
     threads = [threading.Thread(target=feed.read_gpus, daemon=True)]
     threads += [threading.Thread(target=feed.scrape, args=(name,), daemon=True) for name in feed.engine_names()]
+    threads += [threading.Thread(target=feed.read_log, args=(name,), daemon=True) for name in feed.logged_names()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -128,7 +130,18 @@ _ENGINE_COLUMNS = (
 
 def _engines(engines: Sequence[EngineView]) -> list[str]:
     rows = [row for engine in engines for row in _engine_rows(engine)]
-    return _table("Engines", _ENGINE_COLUMNS, rows) if rows else ["Engines: none"]
+    return [*_table("Engines", _ENGINE_COLUMNS, rows), *_startups(engines)] if rows else ["Engines: none"]
+
+
+def _startups(engines: Sequence[EngineView]) -> list[str]:
+    """What each worker promised itself at its latest start, by its log."""
+    rows = [
+        (engine.name, rank, worker, budget_text(budget))
+        for engine in engines
+        if engine.startup is not None
+        for rank, worker, budget in engine.startup.budgets
+    ]
+    return ["", *_table("Latest starts, by their logs", ("engine", "rank", "worker", "memory"), rows)] if rows else []
 
 
 def _engine_rows(engine: EngineView) -> Iterator[tuple[str, ...]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from oomwatch import units
 from oomwatch.detectors.base import LEVEL, Eta, State, Subject
+from oomwatch.enginelog.events import Budget
 from oomwatch.verdicts import Verdict
 
 SEVERITY_OF: Mapping[State, str] = {"page": "critical", "ticket": "warning", "info": "info"}
@@ -177,6 +178,23 @@ def _value_text(key: str, value: object, devices: Mapping[str, str]) -> str:
         if key.endswith(ending):
             return read_number(value)
     return units.count(value) if float(value).is_integer() else f"{value:.3g}"
+
+
+def budget_text(budget: Budget) -> str:
+    """What a worker promised itself at its start, and what took it, as far as its log says."""
+    parts = [
+        (budget.weights, "weights"),
+        (budget.consumed if budget.weights is None else None, "weights and other"),
+        (budget.non_torch, "outside PyTorch"),
+        (budget.activation, "peak of activations"),
+        (budget.graphs, "graphs"),
+        (budget.kv_pool, "KV pool"),
+    ]
+    listed = ", ".join(f"{units.size(size)} {name}" for size, name in parts if size is not None)
+    if budget.promised is None:
+        return listed or "not told"
+    of = f" of {units.size(budget.total)}" if budget.total is not None else ""
+    return f"{units.size(budget.promised)}{of} promised{f': {listed}' if listed else ''}"
 
 
 def _capital(text: str) -> str:

@@ -15,7 +15,15 @@ from prometheus_client.registry import Collector
 
 from oomwatch import __version__, textformat, units
 from oomwatch.detectors.base import LEVEL, Subject, numbers
-from oomwatch.families import ALLOCATOR_STATISTICS, BASE_UNITS, BLOCK_OWNERSHIP, DERIVED, FAMILIES, VERDICT_LABELS
+from oomwatch.families import (
+    ALLOCATOR_STATISTICS,
+    BASE_UNITS,
+    BLOCK_OWNERSHIP,
+    DERIVED,
+    FAMILIES,
+    STARTUP_COMPONENTS,
+    VERDICT_LABELS,
+)
 from oomwatch.observations import (
     DRIVER_STATES,
     NOT_READ,
@@ -434,6 +442,29 @@ def _put_engine(page: _Page, engine: EngineView, places: _Places) -> None:
         for ownership in BLOCK_OWNERSHIP:
             page.put("oomwatch_kv_blocks", getattr(owners, ownership), name, owners.rank, ownership)
         page.put("oomwatch_kv_cached_free_blocks", owners.cached, name, owners.rank)
+    _put_log(page, engine)
+
+
+def _put_log(page: _Page, engine: EngineView) -> None:
+    """What the engine's log told: of its latest start while that goes on, and how often the allocator ran out."""
+    name, start = engine.name, engine.startup
+    for killer, when, count in engine.ran_out:
+        page.put("oomwatch_engine_out_of_memory_total", count, name, killer, when)
+    if start is None:
+        return
+    page.put("oomwatch_engine_startup_timestamp_seconds", start.since, name)
+    if start.phase == "over":
+        return
+    for rank, worker, budget in start.budgets:
+        for component, field_name in STARTUP_COMPONENTS.items():
+            value = getattr(budget, field_name)
+            page.put("oomwatch_engine_startup_memory_bytes", value, name, rank, worker, component)
+        page.put("oomwatch_engine_startup_promised_bytes", budget.promised, name, rank, worker)
+        page.put("oomwatch_engine_startup_free_bytes", budget.free, name, rank, worker)
+        page.put("oomwatch_engine_startup_device_total_bytes", budget.total, name, rank, worker)
+    for rank, pool in start.pools:
+        page.put("oomwatch_engine_startup_kv_tokens", pool.tokens, name, rank)
+        page.put("oomwatch_engine_startup_max_concurrency_requests", pool.concurrency, name, rank)
 
 
 def _put_settings(page: _Page, engine: EngineView) -> None:

@@ -62,6 +62,7 @@ EVERY_GPU = "read every intervals.gpu, cached in between"
 EVERY_PROCESSES = "read every intervals.processes, cached in between"
 EVERY_SCRAPE = "read every intervals.scrape, cached in between"
 EVERY_HOST = "read every intervals.host, cached in between"
+EVERY_LOG = "read every engine_logs.interval, cached in between"
 EVERY_PROBE = "read every probe.interval, cached in between"
 EVERY_DISCOVERY = "read every intervals.discovery, cached in between"
 
@@ -674,6 +675,83 @@ def _processes() -> Iterator[Family]:
     )
 
 
+STARTUP_COMPONENTS = {
+    "weights": "weights",
+    "non_torch": "non_torch",
+    "weights_and_non_torch": "consumed",
+    "activation_peak": "activation",
+    "graphs": "graphs",
+    "graphs_estimate": "graphs_estimate",
+    "kv_pool": "kv_pool",
+}
+"""The components of a start's budget, by the label that the metrics give them, with the field of enginelog's Budget."""
+
+
+def _logs() -> Iterator[Family]:
+    none = "no log of the engine is read, its latest start has ended, or this release does not log it"
+    family = partial(
+        Family,
+        section="What engines log",
+        cadence=EVERY_LOG,
+        labels=("engine", "rank", "worker"),
+        absent=none,
+    )
+    yield family(
+        "oomwatch_engine_startup_memory_bytes",
+        "What one worker measured at its latest start. weights_and_non_torch is one figure from 0.27.1 on; "
+        "graphs_estimate is what was set aside for graphs, graphs what they took.",
+        "vLLM's log",
+        labels=("engine", "rank", "worker", "component"),
+    )
+    yield family(
+        "oomwatch_engine_startup_promised_bytes",
+        "What one worker promised itself at its latest start: the share of the device times its total.",
+        "vLLM's log",
+        versions="V0 from 0.6.4, V1 from 0.10.2",
+    )
+    yield family(
+        "oomwatch_engine_startup_free_bytes",
+        "What was free on the worker's device at its latest start.",
+        "vLLM's log",
+        versions=">= 0.10.2",
+    )
+    yield family(
+        "oomwatch_engine_startup_device_total_bytes",
+        "Total memory of the worker's device, as the engine sees it: without the driver's reserve.",
+        "vLLM's log",
+        versions="V0 from 0.6.4, V1 from 0.10.2",
+    )
+    yield family(
+        "oomwatch_engine_startup_kv_tokens",
+        "Tokens that the rank's KV pool holds, as logged at its latest start.",
+        "vLLM's log",
+        labels=("engine", "rank"),
+        versions=">= 0.8.2",
+    )
+    yield family(
+        "oomwatch_engine_startup_max_concurrency_requests",
+        "Requests of the longest length that the rank's KV pool holds at once, as logged at its latest start.",
+        "vLLM's log",
+        labels=("engine", "rank"),
+    )
+    yield family(
+        "oomwatch_engine_startup_timestamp_seconds",
+        "Unix time at which the engine's latest start began.",
+        "vLLM's log",
+        labels=("engine",),
+        absent="no log of the engine is read, or its beginning was not",
+    )
+    yield family(
+        "oomwatch_engine_out_of_memory_total",
+        "Times that the allocator ran out, all ranks within a minute being one, by the killer that the error's numbers "
+        "force, and by when: startup or runtime.",
+        "vLLM's log",
+        kind="counter",
+        labels=("engine", "killer", "when"),
+        absent="no log of the engine is read, or it told of none",
+    )
+
+
 ALLOCATOR_STATISTICS = {
     "allocated_bytes": "allocated_bytes.all.current",
     "allocated_peak_bytes": "allocated_bytes.all.peak",
@@ -1066,6 +1144,7 @@ FAMILIES: tuple[Family, ...] = (
     *_lengths(),
     *_processes(),
     *_probes(),
+    *_logs(),
     *_verdicts(),
     *(derived.family for derived in DERIVED),
 )

@@ -219,6 +219,11 @@ class NodeFeed:
         with self._lock:
             return tuple(name for name, engine in self._engines.items() if engine.scraper is not None)
 
+    def logged_names(self) -> tuple[str, ...]:
+        """Engines whose log is known."""
+        with self._lock:
+            return tuple(name for name, engine in self._engines.items() if engine.log is not None)
+
     # --- life ------------------------------------------------------------------------------------------------
 
     def ready(self) -> str:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 from oomwatch import units
 from oomwatch.attribution import Attribution, Neighbour, engine_overhead, held_memory, unowned_memory
 from oomwatch.enginelog.lines import entry_of, told_facts
-from oomwatch.enginelog.story import News, Story
+from oomwatch.enginelog.story import News, StartUp, Story
 from oomwatch.observations import (
     IMPLAUSIBLE,
     MIG_ENABLED,
@@ -54,6 +54,7 @@ from oomwatch.snapshot import (
     MigView,
     Snapshot,
     SourceView,
+    StartUpView,
     XidCount,
     devices,
 )
@@ -582,7 +583,14 @@ class Node:
             overhead=engine_overhead(engine.facts, memory, engine.facts.name, gpus),
             allocators=() if gone else self._told_by(engine.facts.name, self._allocators),
             owners=() if gone else self._told_by(engine.facts.name, self._owners),
+            startup=None if gone or self._log_is_silent(engine.facts.name) else _startup_view(engine.story.now),
+            ran_out=tuple((killer, when, count) for (killer, when), count in sorted(engine.story.ran_out.items())),
         )
+
+    def _log_is_silent(self, engine: str) -> bool:
+        """Whether the log's source has failed or fallen silent; a recording may have none."""
+        source = self._sources.get(("log", engine))
+        return source is not None and self._source_view(source).up is not True
 
     def _told_by(self, engine: str, told: Mapping[tuple[int, str], _Told]) -> tuple[_Told, ...]:
         """What the probes inside an engine's processes say, as far as it is of now."""
@@ -629,6 +637,22 @@ class Node:
         if source.last_run is not None and not self._fresh(source.last_run, source.source):
             return replace(source, up=None, error=f"silent for {self._t - source.last_run:.0f} s")
         return source
+
+
+def _startup_view(start: StartUp | None) -> StartUpView | None:
+    """What the log told of a start; None where it told nothing."""
+    if start is None or not (start.seen_from_start or start.budgets or start.pools or start.refusals):
+        return None
+    return StartUpView(
+        since=start.since,
+        phase=start.phase,
+        ready=start.ready,
+        version=start.version,
+        utilization=start.utilization,
+        max_model_len=start.max_model_len,
+        budgets=tuple((rank, worker, budget) for (rank, worker), budget in sorted(start.budgets.items())),
+        pools=tuple(sorted(start.pools.items(), key=itemgetter(0))),
+    )
 
 
 def _same_place(before: HostProcess | None, now: HostProcess) -> bool:

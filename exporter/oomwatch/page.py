@@ -15,6 +15,7 @@ from importlib.resources import files
 from oomwatch import __version__, units
 from oomwatch.conclusions import (
     Incident,
+    budget_text,
     confidence_text,
     evidence_text,
     incidents,
@@ -35,7 +36,7 @@ from oomwatch.observations import (
     RankReading,
     known,
 )
-from oomwatch.snapshot import EngineView, GpuView, HeldMemory, MigView, Snapshot, SourceView
+from oomwatch.snapshot import EngineView, GpuView, HeldMemory, MigView, Snapshot, SourceView, StartUpView
 from oomwatch.status import OLD_AFTER, Problem, device_labels, gpu_label, problems
 from oomwatch.verdicts import Verdict
 
@@ -447,6 +448,12 @@ def _engine_facts(engine: EngineView, labels: Mapping[str, str], now: float) -> 
         total = sum(size or 0 for size in anon)
         least = "at least " if None in anon else ""
         yield "Host memory", f"{least}{units.size(total)} in {len(anon)} process{'es' if len(anon) > 1 else ''}"
+    if engine.startup is not None:
+        yield "Latest start", _startup(engine.startup, now)
+        for rank, worker, budget in engine.startup.budgets:
+            yield f"Its budget, rank {rank}, worker {worker}", budget_text(budget)
+    for killer, when, count in engine.ran_out:
+        yield "Ran out of memory", f"{count} {'time' if count == 1 else 'times'} at {when}, by its numbers {killer}"
     if engine.allocators:
         yield "PyTorch's memory", "; ".join(_allocator(engine, report, labels) for report in engine.allocators)
     if engine.owners:
@@ -455,6 +462,18 @@ def _engine_facts(engine: EngineView, labels: Mapping[str, str], now: float) -> 
         yield "Last progress", units.ago(engine.last_progress, now)
     if engine.restarts:
         yield "Restarts seen", str(engine.restarts)
+
+
+def _startup(start: StartUpView, now: float) -> str:
+    words = {"starting": "still starting", "serving": "serves", "over": "has ended"}[start.phase]
+    took = f" after {units.duration(start.ready - start.since)}" if start.ready and start.ready > start.since else ""
+    pools = [
+        f"rank {rank}: {units.count(pool.tokens)} tokens"
+        f"{f', {pool.concurrency:.1f} of the longest requests' if pool.concurrency is not None else ''}"
+        for rank, pool in start.pools
+        if pool.tokens is not None
+    ]
+    return "; ".join([f"{units.ago(start.since, now)}, {words}{took if start.phase == 'serving' else ''}", *pools])
 
 
 def _allocator(engine: EngineView, report: AllocatorReport, labels: Mapping[str, str]) -> str:

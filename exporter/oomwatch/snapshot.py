@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from oomwatch.enginelog.events import Budget, KvPool
 from oomwatch.observations import (
     NOT_KNOWN,
     NOT_READ,
@@ -131,6 +132,23 @@ ENGINE_STATES = (
 
 
 @dataclass(frozen=True)
+class StartUpView:
+    """An engine's latest start as its log tells it; ``since`` and ``ready`` unix time, ``phase`` of enginelog.story.
+
+    ``budgets`` are by data-parallel rank and worker (``0``, ``TP1``, ``PP0_TP1``), ``pools`` by rank.
+    """
+
+    since: float
+    phase: str
+    ready: float | None
+    version: str | None
+    utilization: float | None
+    max_model_len: int | None
+    budgets: tuple[tuple[str, str, Budget], ...] = ()
+    pools: tuple[tuple[str, KvPool], ...] = ()
+
+
+@dataclass(frozen=True)
 class EngineView:
     """One engine. ``scrape`` is the latest answered scrape, None as soon as one fails or grows too old.
 
@@ -139,6 +157,8 @@ class EngineView:
     finished-request counter last moved, on the rank where that is longest ago. ``gpu_memory`` is held device memory in
     bytes by device (or MIG) uuid, Absent where a list is missing. ``overhead`` is what its processes hold beyond the
     known components, by device. ``allocators`` and ``owners`` are what the probes inside its processes say now.
+    ``startup`` and ``ran_out`` are what its log told: the latest start, and how often the allocator ran out, by killer
+    and by ``startup`` or ``runtime``.
     """
 
     facts: EngineFacts
@@ -154,6 +174,8 @@ class EngineView:
     overhead: Maybe[Mapping[str, int]] = NOT_KNOWN
     allocators: tuple[AllocatorReport, ...] = ()
     owners: tuple[BlockOwners, ...] = ()
+    startup: StartUpView | None = None
+    ran_out: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def name(self) -> str:

@@ -31,6 +31,7 @@ from oomwatch.snapshot import (
     MigView,
     Snapshot,
     SourceView,
+    StartUpView,
     devices,
 )
 from oomwatch.verdicts import Verdict
@@ -540,6 +541,7 @@ _SOURCE_NAMES: Mapping[str, str] = {
     "vllm": "Reading engines",
     "host": "Reading the host's processes and memory",
     "allocator": "Reading oomwatch-probe's files",
+    "log": "Reading engines' logs",
     "discovery": "The search for vLLM servers",
 }
 
@@ -750,6 +752,8 @@ def _engine(engine: EngineView) -> Plain:
         ],
         "allocators": [_allocator(report) for report in engine.allocators],
         "kv_blocks": [_owners(owners) for owners in engine.owners],
+        "startup": _startup(engine.startup) if engine.startup else None,
+        "out_of_memory": [{"killer": killer, "when": when, "count": count} for killer, when, count in engine.ran_out],
         "gpu_memory_sum_bytes": sum(held.values()) if held is not None else None,
         **_values(
             model_name=shown.model_name if shown else NOT_READ,
@@ -757,6 +761,20 @@ def _engine(engine: EngineView) -> Plain:
             gpu_memory_bytes=_mapped(engine.gpu_memory, dict),
             overhead_bytes=_mapped(engine.overhead, dict),
         ),
+    }
+
+
+def _startup(start: StartUpView) -> Plain:
+    """What the engine's log tells of its latest start; bytes under the names of the log's components."""
+    return {
+        "since": start.since,
+        "phase": start.phase,
+        "ready": start.ready,
+        "version": start.version,
+        "gpu_memory_utilization": start.utilization,
+        "max_model_len": start.max_model_len,
+        "budgets": [{"rank": rank, "worker": worker, **vars(budget)} for rank, worker, budget in start.budgets],
+        "pools": [{"rank": rank, **vars(pool)} for rank, pool in start.pools],
     }
 
 

@@ -416,6 +416,8 @@ class CrashLoop:
         """Follow lives and count their ends."""
         if isinstance(sample, LogSample):
             self._told(sample.news)
+            if sample.start is not None and self._told_end is not None and sample.start.since > self._told_end:
+                self._told_life = None  # another start has begun
             return
         self._failed(self._starts.observe(sample))
         match sample:
@@ -426,8 +428,10 @@ class CrashLoop:
                 self._service.observe(sample)
                 if sample.state in ANSWERED and sample.state != "dead":
                     self._answered(sample)
-                elif sample.state in ("dead", "gone"):
-                    self._die(sample.t, certain=True)
+                else:
+                    self._told_life = None  # what answers next is no front end of a dead engine
+                    if sample.state in ("dead", "gone"):
+                        self._die(sample.t, certain=True)
             case HostSample() if self._alive:
                 self._pids.add(sample.process.pid)
             case ProcessEnd():

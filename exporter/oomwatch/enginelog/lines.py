@@ -29,7 +29,7 @@ def entry_of(line: LogLine) -> Entry | None:
 def told_facts(before: EngineFacts, entry: Entry) -> EngineFacts:
     """What is known of an engine once an entry of its log was read: what it measured goes before what was set."""
     event = entry.event
-    given: Mapping[str, Any] = {}
+    given: dict[str, Any] = {}
     if isinstance(event, Start):
         given = {"vllm_version": event.version, "max_model_len": event.max_model_len}
     elif isinstance(event, Settings):
@@ -37,5 +37,11 @@ def told_facts(before: EngineFacts, entry: Entry) -> EngineFacts:
         given = {name: getattr(event, name) for name in names}
     elif isinstance(event, Budget):
         given = {"gpu_memory_utilization": event.utilization}
+        if "PP" not in entry.origin.worker:  # the stages of a pipeline hold different parts
+            given |= {"weights_bytes": event.weights, "kv_pool_bytes": event.kv_pool if _positive(event) else None}
     known = {name: value for name, value in given.items() if value is not None}
     return replace(before, **known) if known else before
+
+
+def _positive(budget: Budget) -> bool:
+    return budget.kv_pool is not None and budget.kv_pool > 0

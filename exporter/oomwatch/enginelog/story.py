@@ -159,7 +159,8 @@ class Story:
         ``life`` counts its restarts, as far as its pages tell them. A front end may go on answering for a dead engine.
         """
         now = self.now
-        if now is None or (now.phase == "over" and now.life is not None and now.life != life):
+        # Of a restart that no line told, nothing that was told before holds.
+        if now is None or (now.phase != "starting" and now.life is not None and now.life != life):
             now = StartUp(t, t, ready=t)
             self.starts.append(now)
         if now.phase == "starting":
@@ -222,7 +223,8 @@ class Story:
         if now is None or self._begins(t, now, entry):
             now = StartUp(t, t, seen_from_start=isinstance(entry.event, Start))
             self.starts.append(now)
-            self._steps.clear()
+            if now.seen_from_start:
+                self._steps.clear()
         return now
 
     @staticmethod
