@@ -548,6 +548,20 @@ def test_a_connector_that_never_gives_blocks_back_is_found_beside_the_count() ->
     assert course.last.evidence["method"] == "idle"
 
 
+def test_requests_that_live_and_neither_run_nor_wait_keep_their_blocks_for_ever() -> None:
+    """One that was aborted while it waited for a transfer, and is never told of its end (vLLM issue #46283)."""
+    detector, rank = kv_detector(), Rank()
+    course = watch(detector, 300, lambda t: rank.reading(t, 700), also=lambda t: owned(t, 0, living=700))
+    assert course.last.state == "page"
+    assert course.last.evidence["method"] == "idle"
+
+
+def test_living_requests_that_run_keep_their_blocks_by_right() -> None:
+    detector, rank = kv_detector(), Rank()
+    course = watch(detector, 300, lambda t: rank.reading(t, 700, running=4), also=lambda t: owned(t, 0, living=700))
+    assert course.worst == "clear" or course.states() == ["unknown", "clear"]
+
+
 def test_a_restart_begins_a_new_count() -> None:
     detector = kv_detector()
     assert counted(owned(0, 2000), owned(5, 2000), detector=detector).state == "page"

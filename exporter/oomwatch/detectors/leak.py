@@ -525,8 +525,8 @@ class KvBlockLeak:
     def _proved(self, t: float, *, page: bool) -> Finding:
         """By the count of owners.
 
-        What is inferred says more only of a pool that keeps the engine from serving, and of finished requests' blocks
-        that a connector never gives back.
+        What is inferred says more only of a pool that keeps the engine from serving, and of blocks whose owners exist
+        and never give them back.
         """
         proof, owners = self._proof, self._proof.owners
         assert owners is not None
@@ -544,7 +544,7 @@ class KvBlockLeak:
         if LEVEL[state] < LEVEL["page"] and page:
             if self._is_wedged(t):
                 return self._wedge_finding(t, evidence)
-            if self._holding and owners.finished >= self.settings.connector_ticket_share * owners.total:
+            if self._may_be_held_for_ever(owners):
                 inferred = self._judge(t)
                 if LEVEL[inferred.state] > LEVEL[state]:
                     return inferred
@@ -552,6 +552,13 @@ class KvBlockLeak:
             return Finding("clear", 1.0, "", evidence)
         shown: State = "info" if state == "clear" and proof.share else state
         return Finding(shown, 0.99, self._summary(proof.share, eta), evidence, eta)
+
+    def _may_be_held_for_ever(self, owners: BlockOwners) -> bool:
+        """Finished requests of a connector that never comes, or living ones although none runs and none waits."""
+        if self._holding and owners.finished >= self.settings.connector_ticket_share * owners.total:
+            return True
+        idle = self._idle_since is not None and self._how == _AT_IDLE
+        return idle and owners.living >= self.settings.ticket_share * owners.total
 
     def _judge(self, t: float) -> Finding:
         trend = self._trend
