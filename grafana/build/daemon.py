@@ -5,7 +5,7 @@ from __future__ import annotations
 from grafana.build import variables
 from grafana.build.board import Board, Row
 from grafana.build.links import to_board
-from grafana.build.look import BLUE, ORANGE, SKY, UP, VERMILLION
+from grafana.build.look import BLUE, ERROR_COLOURS, ORANGE, SKY, SOURCE_COLOURS, UP, VERMILLION
 from grafana.build.panels import Column, Query, series, stat, table
 from grafana.build.queries import JOB, NODES, Scope
 
@@ -127,6 +127,7 @@ _sources = Row(
             "Failed runs",
             "A second, by source. Good: none.",
             (Query(f"sum by (source) (rate({S('oomwatch_source_failures_total')}[$__rate_interval]))", "{{source}}"),),
+            colours=SOURCE_COLOURS,
             unit="cps",
             lowest=0,
             width=12,
@@ -135,6 +136,7 @@ _sources = Row(
             "Longest run",
             "By source. Good: far below the source's interval.",
             (Query(f"max by (source) ({S('oomwatch_source_duration_seconds')})", "{{source}}"),),
+            colours=SOURCE_COLOURS,
             unit="s",
             lowest=0,
             width=12,
@@ -186,6 +188,7 @@ _driver = Row(
             "Errors of the driver",
             "A second, by NVML's name. NOT_SUPPORTED is no fault; GPU_IS_LOST and TIMEOUT are.",
             (Query(f"sum by (error) (rate({S('oomwatch_nvml_errors_total')}[$__rate_interval])) > 0", "{{error}}"),),
+            colours=ERROR_COLOURS,
             unit="cps",
             lowest=0,
             width=6,

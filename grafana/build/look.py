@@ -38,6 +38,16 @@ VERDICT_COLOURS: Mapping[str, str] = {name: KILLER_COLOURS[entry.killer] for nam
 HOLDER_COLOURS: Mapping[str, str] = {"engine": BLUE, "neighbour": GREEN, "unknown": YELLOW}
 ROLE_COLOURS: Mapping[str, str] = {"api_server": SKY, "engine_core": ORANGE, "worker": BLUE, "other": GREY}
 REASON_COLOURS: Mapping[str, str] = {"stop": BLUE, "length": SKY, "abort": ORANGE, "error": VERMILLION}
+SOURCE_COLOURS: Mapping[str, str] = {
+    "nvml": BLUE,
+    "vllm": ORANGE,
+    "host": GREEN,
+    "discovery": PURPLE,
+    "probe": SKY,
+    "allocator": YELLOW,
+    "log": GREY,
+}
+ERROR_COLOURS: Mapping[str, str] = {"GPU_IS_LOST": VERMILLION, "TIMEOUT": ORANGE, "NOT_SUPPORTED": GREY}
 NOT_READ: Mapping[float, tuple[str, str]] = {-2: ("cannot be read", VERMILLION), -1: ("not supported", GREY)}
 
 
