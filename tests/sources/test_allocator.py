@@ -101,7 +101,7 @@ class Node:
     ) -> None:
         assert self.fake is not None
         pids = str(pid) if inner is None else f"{pid}\t{inner}"
-        self.fake.add(pid, "VLLM::Worker_TP0", ticks=ticks, status=f"Name:\tx\nNSpid:\t{pids}\nVmRSS:\t 9 kB\n")
+        self.fake.add(pid, "VLLM::Worker_TP0", ticks=ticks, status=f"Name:\tx\nUid:\t7\t{USER}\t7\t7\nNSpid:\t{pids}\n")
         if namespace is not None:
             self._namespace_of(pid, namespace)
 

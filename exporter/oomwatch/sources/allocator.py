@@ -25,7 +25,15 @@ from oomwatch.observations import (
     SourceRun,
     TargetRemoved,
 )
-from oomwatch.sources.proc import PROC, ProcessTable, pid_in_namespace, pid_namespace, read_stat, sees_host_pids
+from oomwatch.sources.proc import (
+    PROC,
+    ProcessTable,
+    pid_in_namespace,
+    pid_namespace,
+    read_stat,
+    sees_host_pids,
+    user_of,
+)
 
 FileState = Literal["told", "silent", "unreadable", "stranger", "left_over"]
 FILE_STATES: tuple[FileState, ...] = ("told", "silent", "unreadable", "stranger", "left_over")
@@ -397,7 +405,4 @@ def _lives(proc: str, writer: _Writer) -> bool:
 
 def _same_user(proc: str, pid: int, owner: int) -> bool:
     """Whether a file's user is the process' own, or root, who may write whatever it wants anyway."""
-    try:
-        return owner in (0, os.stat(f"{proc}/{pid}").st_uid)
-    except OSError:
-        return False
+    return owner in (0, user_of(proc, pid))

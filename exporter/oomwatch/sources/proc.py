@@ -26,6 +26,7 @@ _KEEP_ARGUMENTS_WITH = (b"vllm", b"docker-proxy")
 # vLLM and Ray put a title where the arguments were ("VLLM::Worker_TP0", "ray::RayWorkerWrapper.execute_method").
 _TITLE = re.compile(r"([A-Za-z][\w.-]*::[\w.:-]{1,64})(?:[\s\0]|$)")
 _INNER_PID = re.compile(rb"^NSpid:.*?(\d+)$", re.MULTILINE)
+_EFFECTIVE_UID = re.compile(rb"^Uid:\t\d+\t(\d+)", re.MULTILINE)
 _USELESS_NAMES = frozenset({"pt_main_thread"})  # PyTorch calls the main thread of every program that
 
 
@@ -116,8 +117,17 @@ def pid_namespace(proc: Path | str, pid: int | str = "self") -> int | None:
 
 def pid_in_namespace(proc: Path | str, pid: int) -> int | None:
     """A process' pid as it sees it itself: the last of NSpid in /proc/PID/status (Linux 4.1)."""
+    return _in_status(proc, pid, _INNER_PID)
+
+
+def user_of(proc: Path | str, pid: int) -> int | None:
+    """A process' effective uid. The owner of /proc/PID is root instead where a process may not be dumped."""
+    return _in_status(proc, pid, _EFFECTIVE_UID)
+
+
+def _in_status(proc: Path | str, pid: int, pattern: re.Pattern[bytes]) -> int | None:
     try:
-        found = _INNER_PID.search(read_bytes(f"{proc}/{pid}/status"))
+        found = pattern.search(read_bytes(f"{proc}/{pid}/status"))
     except OSError:
         return None
     return int(found.group(1)) if found else None
