@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from oomwatch.detectors.base import EngineSample, ProbeSample, ProcessEnd, Subject
+from oomwatch.detectors.base import EngineSample, LogSample, ProbeSample, ProcessEnd, Subject
 from oomwatch.detectors.capacity import (
     AdmissionStall,
     AdmissionStallSettings,
@@ -23,6 +23,8 @@ from oomwatch.detectors.capacity import (
     RanksUnbalanced,
     RanksUnbalancedSettings,
 )
+from oomwatch.enginelog.events import KvPool
+from oomwatch.enginelog.story import StartUp
 from oomwatch.observations import NOT_KNOWN, EngineFacts, Pool
 from oomwatch.snapshot import Holder
 from tests.detectors.rank_streams import START, Engine
@@ -841,6 +843,52 @@ def test_it_is_computed_from_tokens_and_the_longest_length() -> None:
 def test_without_tokens_or_length_it_is_unknown() -> None:
     assert concurrency(Pool(blocks=229, block_size=16), max_model_len=4096).now.state == "unknown"
     assert concurrency(Pool(blocks=229, block_size=16, tokens=3664)).now.state == "unknown"
+
+
+def started(t: float = START, **ranks: KvPool) -> StartUp:
+    return StartUp(t, t, pools={name.removeprefix("r"): pool for name, pool in ranks.items()})
+
+
+class TestConcurrencyByLog:
+    """The engine prints how many of the longest requests fit while it starts, long before its first page."""
+
+    def told(self, start: StartUp, t: float = START) -> ConcurrencyLow:
+        detector = ConcurrencyLow(ENGINE, ConcurrencyLowSettings())
+        detector.observe(LogSample(t, "chat", True, start=start))
+        return detector
+
+    @pytest.mark.parametrize(
+        ("pool", "state"),
+        [
+            (KvPool(concurrency=0.89), "ticket"),
+            (KvPool(tokens=150_745, max_model_len=124_000), "info"),
+            (KvPool(tokens=150_745, max_model_len=8_000), "clear"),
+            (KvPool(blocks=229), "unknown"),
+        ],
+    )
+    def test_how_many_fit(self, pool: KvPool, state: str) -> None:
+        assert self.told(started(r0=pool)).conclude(START + 1).state == state
+
+    def test_the_smallest_rank_counts(self) -> None:
+        start = started(r0=KvPool(concurrency=9.0), r1=KvPool(concurrency=0.9))
+        assert self.told(start).conclude(START + 1).state == "ticket"
+
+    def test_a_start_that_ended_holds_nothing(self) -> None:
+        start = started(r0=KvPool(concurrency=0.9))
+        start.died = START
+        assert self.told(start).conclude(START + 1).state == "unknown"
+
+    def test_another_start_is_judged_anew(self) -> None:
+        detector = self.told(started(r0=KvPool(concurrency=0.9)))
+        assert detector.conclude(START + 1).state == "ticket"
+        detector.observe(LogSample(START + 60, "chat", True, start=started(START + 60, r0=KvPool(concurrency=9.0))))
+        assert detector.conclude(START + 61).state == "clear"
+
+    def test_the_page_goes_before_the_log_and_silence_of_it_is_silence(self) -> None:
+        engine = concurrency(Pool(blocks=1000, max_concurrency=9.0))
+        engine.detector.observe(LogSample(engine.t, "chat", True, start=started(r0=KvPool(concurrency=0.9))))
+        assert engine.detector.conclude(engine.t).state == "clear"
+        assert engine.detector.conclude(engine.t + 600).state == "unknown"
 
 
 def test_the_smallest_rank_counts() -> None:

@@ -20,6 +20,7 @@ from oomwatch.detectors.base import (
     EngineSample,
     Eta,
     Finding,
+    LogSample,
     ProbeSample,
     ProcessEnd,
     RankSample,
@@ -30,6 +31,7 @@ from oomwatch.detectors.base import (
 )
 from oomwatch.detectors.rates import CounterWindow, GaugeWindow
 from oomwatch.detectors.standing import NO_PAGE, Freshness, Standing, Sustained
+from oomwatch.enginelog.story import StartUp
 from oomwatch.observations import RankReading, known
 from oomwatch.settings import Duration, Section
 
@@ -82,6 +84,19 @@ class KvExhaustionSettings(Section):
         description="Tokens and finished requests per second below this share of the engine's last hour of work count "
         "as down.",
     )
+    wait: Duration = Field(
+        default=120.0,
+        gt=0,
+        le=86400,
+        description="Waiting for room so long hurts as well, when fewer tokens come out and fewer requests finish, "
+        "though longer prompts keep the engine as busy as ever.",
+    )
+    waiting_rate_down_to: float = Field(
+        default=0.85,
+        gt=0,
+        lt=1,
+        description="Then tokens and finished requests per second below this share of the last hour of work are fewer.",
+    )
     page_rate_down_to: float = Field(default=0.5, gt=0, lt=1, description="The same for a page.")
     after: Duration = Field(default=180.0, ge=0, le=86400, description="How long it hurts before it is a ticket.")
     page_after: Duration = Field(default=900.0, ge=0, le=86400, description="How long it hurts before it pages.")
@@ -122,10 +137,16 @@ class _Share(NamedTuple):
     """The best of the rates as a share of what is usual, since a change of the mix of requests lowers not all of them.
 
     ``unusual``: each rate is below what a tenth of the minutes stayed below, so that it is more than their noise.
+    ``out`` is the best of generated tokens and finished requests alone: longer prompts do not make up for these.
     """
 
     best: float
     unusual: bool
+    out: float
+
+
+_PROMPTS = "prompt tokens"
+_RATES = ("generated tokens", "finished requests", _PROMPTS)
 
 
 class _Throughput:
@@ -194,14 +215,16 @@ class _Throughput:
             self._usual, self._usual_at = self._of_last_hour(self._learnt), self._learnt
         if self._usual is None:
             return None
-        shares = [
-            (rate / usual.middle, rate < usual.low)
-            for window, usual in zip(self._now, self._usual, strict=True)
+        shares = {
+            name: (rate / usual.middle, rate < usual.low)
+            for name, window, usual in zip(_RATES, self._now, self._usual, strict=True)
             if usual.middle > 0 and window.known and (rate := window.rate(t)) is not None
-        ]
+        }
         if not shares:
             return None
-        return _Share(max(share for share, _ in shares), all(low for _, low in shares))
+        best = max(share for share, _ in shares.values())
+        out = max((share for name, (share, _) in shares.items() if name != _PROMPTS), default=best)
+        return _Share(best, all(low for _, low in shares.values()), out)
 
     def token_rate(self, t: float) -> float | None:
         """Generated tokens per second."""
@@ -266,8 +289,10 @@ class KvExhaustion:
     """The pool is full, and requests suffer from it.
 
     Full: usage peaks, or preemptions happen, and requests wait now, or usage is high now. Suffering: many preemptions
-    per finished request, or a queue that grows; and all of tokens and finished requests per second below the
-    engine's own last hour of work. A full pool at good throughput is success. About 45 kB a rank.
+    per finished request, a queue that grows, or minutes of waiting for room; and all of tokens, finished requests and
+    prompts per second below the engine's own last hour of work. Where requests wait for minutes, prompts do not count:
+    ever longer ones keep an engine busy that gets less and less done. A full pool at good throughput is success. About
+    45 kB a rank.
     """
 
     verdict = "kv-exhaustion"
@@ -311,9 +336,10 @@ class KvExhaustion:
         # Nothing at all coming out is an engine that hangs, and engine-stuck's to say.
         if full_for >= self.settings.rate_window and self._throughput.moves and self._pressed(t):
             share = self._throughput.present(t)
-            if share is not None and (share.unusual or share.best < _FAR_BELOW):
-                self._hurts = share.best < self.settings.rate_down_to
-                severe = share.best < self.settings.page_rate_down_to
+            if share is not None:
+                down = share.unusual or share.best < _FAR_BELOW
+                self._hurts = (down and share.best < self.settings.rate_down_to) or self._waits_for_less(t, share)
+                severe = down and share.best < self.settings.page_rate_down_to
         self._hurting.update(t, self._hurts)
         self._severe.update(t, severe)
         self._filling.update(t, self._fills_soon())
@@ -338,7 +364,19 @@ class KvExhaustion:
         return recently and now
 
     def _pressed(self, t: float) -> bool:
-        return self._per_finished(t) > self.settings.preemptions_per_finished or self._queue_grows(t)
+        return (
+            self._per_finished(t) > self.settings.preemptions_per_finished
+            or self._queue_grows(t)
+            or self._wait(t) >= self.settings.wait
+        )
+
+    def _wait(self, t: float) -> float:
+        """Seconds that a request waits for room: Little's law, by the queue and the pace at which requests finish."""
+        queue, finished = self._queue.mean(t, self.settings.rate_window), self._finished.rate(t)
+        return queue / finished if queue and finished else 0.0
+
+    def _waits_for_less(self, t: float, share: _Share) -> bool:
+        return self._wait(t) >= self.settings.wait and share.out < self.settings.waiting_rate_down_to
 
     def _per_finished(self, t: float) -> float:
         """Preemptions per finished request; with nothing finished, per one. 0 where there are too few to tell."""
@@ -378,7 +416,8 @@ class KvExhaustion:
         at = self._fresh.t
         eta = self._clock.eta()
         present = self._throughput.present(at) if self._full.seconds > 0 else None
-        share = None if present is None else present.best
+        waits_for_less = present is not None and self._waits_for_less(at, present)
+        share = None if present is None else present.out if waits_for_less else present.best
         evidence = self._evidence(at, reading, share)
         if self._hurting.seconds >= max(self.settings.after, 1.0) and share is not None:
             state: State = "page" if self._severe.seconds >= self.settings.page_after else "ticket"
@@ -418,6 +457,8 @@ class KvExhaustion:
         if self._queue_grows(at):
             queue = self._queue.mean(at, self.settings.rate_window) or 0.0
             parts.append(f"a queue that grew to {_requests(round(queue))}")
+        if self._wait(at) >= self.settings.wait:
+            parts.append(f"a wait of about {units.duration(self._wait(at))} for room")
         return " and ".join(parts) or "a queue that stands"
 
     def _hurting_summary(self, at: float, share: float) -> str:
@@ -442,6 +483,7 @@ class KvExhaustion:
             "finished": round(self._finished.rise(at), 1) if self._finished.known else None,
             "generation_tokens_per_second": self._throughput.token_rate(at),
             "throughput_share_of_usual": share,
+            "wait_seconds": round(self._wait(at)) or None,
         }
         return evidence | {name: value for name, value in counts.items() if value is not None}
 
@@ -1034,7 +1076,10 @@ class ConcurrencyLowSettings(Section):
 
 
 class ConcurrencyLow:
-    """The KV pool holds less than a few requests of the longest length: exact, from one page. About 3 kB."""
+    """The KV pool holds less than a few requests of the longest length: exact, from one page. About 3 kB.
+
+    What its log said while it started stands in for ranks whose page does not tell, and before the first page.
+    """
 
     verdict = "concurrency-low"
 
@@ -1045,9 +1090,13 @@ class ConcurrencyLow:
         self._standing = Standing(settings.hold, settings.hold)
         self._segment = -1
         self._held: dict[str, tuple[float, int | None]] = {}  # by rank: requests that fit, tokens
+        self._told: dict[str, tuple[float, int | None]] = {}  # the same, by the log
+        self._started: float | None = None  # the start that it told of
         self._max_len: int | None = None
 
     def observe(self, sample: Sample) -> None:
+        if isinstance(sample, LogSample) and sample.start is not None:
+            self._told_of(sample.start)
         if not isinstance(sample, RankSample):
             return
         if sample.segment != self._segment:
@@ -1063,14 +1112,33 @@ class ConcurrencyLow:
         if concurrency is not None:
             self._held[sample.rank] = (concurrency, tokens)
 
+    def _told_of(self, start: StartUp) -> None:
+        if start.since != self._started:
+            self._started = start.since
+            if self._fresh.t is None:
+                self._standing.reset()
+        self._told.clear()
+        if start.phase == "over" or start.refusals:
+            return
+        for rank, pool in start.pools.items():
+            length = pool.max_model_len or start.max_model_len
+            concurrency = pool.concurrency
+            if concurrency is None and pool.tokens is not None and length:
+                concurrency = pool.tokens / length
+            if concurrency is not None:
+                self._told[rank] = (concurrency, pool.tokens)
+        if self._max_len is None:
+            self._max_len = start.max_model_len
+
     def conclude(self, t: float) -> Finding:
-        now = NO_PAGE if self._fresh.stale(t) else self._now()
-        return self._standing.settle(t, now)
+        silent = self._fresh.stale(t) and (self._fresh.t is not None or not self._told)
+        return self._standing.settle(t, NO_PAGE if silent else self._now())
 
     def _now(self) -> Finding:
-        if not self._held:
+        known_ranks = {**self._told, **self._held}
+        if not known_ranks:
             return unknown("the pool's tokens or the longest sequence are not known")
-        concurrency, tokens = min(self._held.values(), key=lambda held: held[0])
+        concurrency, tokens = min(known_ranks.values(), key=lambda held: held[0])
         evidence: dict[str, float | int | str] = {"max_concurrency": concurrency}
         if tokens is not None:
             evidence["pool_tokens"] = tokens
