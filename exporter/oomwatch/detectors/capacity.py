@@ -84,19 +84,6 @@ class KvExhaustionSettings(Section):
         description="Tokens and finished requests per second below this share of the engine's last hour of work count "
         "as down.",
     )
-    wait: Duration = Field(
-        default=120.0,
-        gt=0,
-        le=86400,
-        description="Waiting for room so long hurts as well, when fewer tokens come out and fewer requests finish, "
-        "though longer prompts keep the engine as busy as ever.",
-    )
-    waiting_rate_down_to: float = Field(
-        default=0.85,
-        gt=0,
-        lt=1,
-        description="Then tokens and finished requests per second below this share of the last hour of work are fewer.",
-    )
     page_rate_down_to: float = Field(default=0.5, gt=0, lt=1, description="The same for a page.")
     after: Duration = Field(default=180.0, ge=0, le=86400, description="How long it hurts before it is a ticket.")
     page_after: Duration = Field(default=900.0, ge=0, le=86400, description="How long it hurts before it pages.")
@@ -137,16 +124,10 @@ class _Share(NamedTuple):
     """The best of the rates as a share of what is usual, since a change of the mix of requests lowers not all of them.
 
     ``unusual``: each rate is below what a tenth of the minutes stayed below, so that it is more than their noise.
-    ``out`` is the best of generated tokens and finished requests alone: longer prompts do not make up for these.
     """
 
     best: float
     unusual: bool
-    out: float
-
-
-_PROMPTS = "prompt tokens"
-_RATES = ("generated tokens", "finished requests", _PROMPTS)
 
 
 class _Throughput:
@@ -215,16 +196,14 @@ class _Throughput:
             self._usual, self._usual_at = self._of_last_hour(self._learnt), self._learnt
         if self._usual is None:
             return None
-        shares = {
-            name: (rate / usual.middle, rate < usual.low)
-            for name, window, usual in zip(_RATES, self._now, self._usual, strict=True)
+        shares = [
+            (rate / usual.middle, rate < usual.low)
+            for window, usual in zip(self._now, self._usual, strict=True)
             if usual.middle > 0 and window.known and (rate := window.rate(t)) is not None
-        }
+        ]
         if not shares:
             return None
-        best = max(share for share, _ in shares.values())
-        out = max((share for name, (share, _) in shares.items() if name != _PROMPTS), default=best)
-        return _Share(best, all(low for _, low in shares.values()), out)
+        return _Share(max(share for share, _ in shares), all(low for _, low in shares))
 
     def token_rate(self, t: float) -> float | None:
         """Generated tokens per second."""
@@ -289,10 +268,8 @@ class KvExhaustion:
     """The pool is full, and requests suffer from it.
 
     Full: usage peaks, or preemptions happen, and requests wait now, or usage is high now. Suffering: many preemptions
-    per finished request, a queue that grows, or minutes of waiting for room; and all of tokens, finished requests and
-    prompts per second below the engine's own last hour of work. Where requests wait for minutes, prompts do not count:
-    ever longer ones keep an engine busy that gets less and less done. A full pool at good throughput is success. About
-    45 kB a rank.
+    per finished request, or a queue that grows; and all of tokens and finished requests per second below the
+    engine's own last hour of work. A full pool at good throughput is success. About 45 kB a rank.
     """
 
     verdict = "kv-exhaustion"
@@ -336,10 +313,9 @@ class KvExhaustion:
         # Nothing at all coming out is an engine that hangs, and engine-stuck's to say.
         if full_for >= self.settings.rate_window and self._throughput.moves and self._pressed(t):
             share = self._throughput.present(t)
-            if share is not None:
-                down = share.unusual or share.best < _FAR_BELOW
-                self._hurts = (down and share.best < self.settings.rate_down_to) or self._waits_for_less(t, share)
-                severe = down and share.best < self.settings.page_rate_down_to
+            if share is not None and (share.unusual or share.best < _FAR_BELOW):
+                self._hurts = share.best < self.settings.rate_down_to
+                severe = share.best < self.settings.page_rate_down_to
         self._hurting.update(t, self._hurts)
         self._severe.update(t, severe)
         self._filling.update(t, self._fills_soon())
@@ -364,19 +340,7 @@ class KvExhaustion:
         return recently and now
 
     def _pressed(self, t: float) -> bool:
-        return (
-            self._per_finished(t) > self.settings.preemptions_per_finished
-            or self._queue_grows(t)
-            or self._wait(t) >= self.settings.wait
-        )
-
-    def _wait(self, t: float) -> float:
-        """Seconds that a request waits for room: Little's law, by the queue and the pace at which requests finish."""
-        queue, finished = self._queue.mean(t, self.settings.rate_window), self._finished.rate(t)
-        return queue / finished if queue and finished else 0.0
-
-    def _waits_for_less(self, t: float, share: _Share) -> bool:
-        return self._wait(t) >= self.settings.wait and share.out < self.settings.waiting_rate_down_to
+        return self._per_finished(t) > self.settings.preemptions_per_finished or self._queue_grows(t)
 
     def _per_finished(self, t: float) -> float:
         """Preemptions per finished request; with nothing finished, per one. 0 where there are too few to tell."""
@@ -416,8 +380,7 @@ class KvExhaustion:
         at = self._fresh.t
         eta = self._clock.eta()
         present = self._throughput.present(at) if self._full.seconds > 0 else None
-        waits_for_less = present is not None and self._waits_for_less(at, present)
-        share = None if present is None else present.out if waits_for_less else present.best
+        share = None if present is None else present.best
         evidence = self._evidence(at, reading, share)
         if self._hurting.seconds >= max(self.settings.after, 1.0) and share is not None:
             state: State = "page" if self._severe.seconds >= self.settings.page_after else "ticket"
@@ -457,8 +420,6 @@ class KvExhaustion:
         if self._queue_grows(at):
             queue = self._queue.mean(at, self.settings.rate_window) or 0.0
             parts.append(f"a queue that grew to {_requests(round(queue))}")
-        if self._wait(at) >= self.settings.wait:
-            parts.append(f"a wait of about {units.duration(self._wait(at))} for room")
         return " and ".join(parts) or "a queue that stands"
 
     def _hurting_summary(self, at: float, share: float) -> str:
@@ -483,7 +444,6 @@ class KvExhaustion:
             "finished": round(self._finished.rise(at), 1) if self._finished.known else None,
             "generation_tokens_per_second": self._throughput.token_rate(at),
             "throughput_share_of_usual": share,
-            "wait_seconds": round(self._wait(at)) or None,
         }
         return evidence | {name: value for name, value in counts.items() if value is not None}
 
