@@ -24,11 +24,14 @@ from prometheus_client import CollectorRegistry
 from oomwatch import textformat
 from oomwatch.attribution import Neighbour
 from oomwatch.demo import DemoNode
+from oomwatch.enginelog.events import Budget, Entry, Origin, Ready, Start
+from oomwatch.enginelog.lines import line_of
 from oomwatch.exposition import SnapshotCollector
 from oomwatch.history import HistoryStatus
 from oomwatch.judge import Judge
 from oomwatch.node import Cadence, Node
 from oomwatch.notify import TargetStatus
+from oomwatch.observations import LogLine
 from oomwatch.sources.nvml.calls import FunctionStats
 from tests.e2e.prometheus import PrometheusServer, scrape_config
 from tests.e2e.tools import find_promtool
@@ -41,6 +44,7 @@ JOB = "oomwatch"
 END = 1_790_000_000.0
 # Files of samples cannot say that a series ended, as a scrape does: what is gone lingers for so long.
 LOOKBACK_S = 100
+RULES_STEP_S = 90
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,8 @@ def _store(tale: Tale, folder: Path) -> None:
 def _store_samples(folder: Path, name: str, lines: list[str]) -> None:
     file = folder / f"{name}.openmetrics"
     file.write_text("\n".join([*lines, "# EOF\n"]), encoding="utf-8")
-    _promtool("tsdb", "create-blocks-from", "openmetrics", file, folder / "data")
+    # In one block: it reads the file anew for each of the usual ones of two hours.
+    _promtool("tsdb", "create-blocks-from", "openmetrics", "--max-block-duration=30h", file, folder / "data")
     file.unlink()
 
 
@@ -135,6 +140,9 @@ def _lines(tale: Tale) -> Iterator[str]:
         t = END - (steps - step) * tale.interval
         for observation in demo.observations(t):
             judge.apply(observation)
+        if step == 1:
+            for said in _started(t):
+                judge.apply(said)
         own = CollectorRegistry()
         own.register(_collector(judge, step, t, tale))
         labels = _labels(tale.instance)
@@ -145,6 +153,25 @@ def _lines(tale: Tale) -> Iterator[str]:
                 yield f"{name}{{{labels}{',' + more if more else '}'} {value} {t:.3f}"
         for name, number in _around(step, t, tale).items():
             yield _line(name, labels, number, t)
+
+
+def _started(t: float) -> Iterator[LogLine]:
+    """What the workers of the demo's largest engine would have logged at their start: the demo has no logs."""
+    gib = 1024**3
+    budget = Budget(
+        total=44 * gib,
+        free=43 * gib,
+        utilization=0.92,
+        promised=41 * gib,
+        consumed=34 * gib,
+        activation=gib,
+        graphs=gib // 2,
+        kv_pool=5 * gib,
+    )
+    yield line_of(t, "llama-70b", Entry(Start(version="0.32.0"), Origin("api_server")))
+    for worker in ("TP0", "TP1"):
+        yield line_of(t, "llama-70b", Entry(budget, Origin("worker", worker=worker)))
+    yield line_of(t, "llama-70b", Entry(Ready(server=True), Origin("api_server")))
 
 
 def _mentioned() -> set[str]:
@@ -195,29 +222,25 @@ def _around(step: int, t: float, tale: Tale) -> dict[str, float]:
 
 
 def _store_rules(folder: Path, server: PrometheusServer) -> None:
-    """The recording rules' series for the last hour; promtool asks the server that has the rest."""
-    rules = folder / "rules.yml"
-    rules.write_text(json.dumps({"groups": _independent(yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"])}))
+    """The recording rules' series, of queries to the server that has what they are made of."""
     begin = int(min(tale.begin for tale in TALES.values()))
-    _promtool(
-        "tsdb", "create-blocks-from", "rules", f"--url={server.url}", f"--start={begin}", f"--end={int(END)}",
-        f"--output-dir={folder / 'data'}", rules,
-    )  # fmt: skip
+    lines = []
+    for name, query in _rules().items():
+        answer = server.api("query_range", query=query, start=str(begin), end=str(int(END)), step=str(RULES_STEP_S))
+        for series in answer["result"]:
+            labels = ",".join(f"{label}={json.dumps(value)}" for label, value in series["metric"].items())
+            lines += [f"{name}{{{labels}}} {value} {t}" for t, value in series["values"]]
+    _store_samples(folder, "rules", lines)
 
 
-def _independent(groups: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Rules that stand for themselves, as promtool backfills them all at once: a rule's name gives way to its query."""
+def _rules() -> dict[str, str]:
+    """Each rule's query by its name; names of earlier rules in it have given way to their queries."""
     queries: dict[str, str] = {}
-    found = []
-    for group in groups:
-        rules = []
-        for rule in group["rules"]:  # type: ignore[attr-defined]  # a YAML document
-            query = re.sub(
-                r"[a-z_]+(?::\w+)+",
-                lambda name: f"({queries[name[0]]})" if name[0] in queries else name[0],
-                rule["expr"],
-            )
-            queries[rule["record"]] = query
-            rules.append({**rule, "expr": query})
-        found.append({"name": group["name"], "interval": "90s", "rules": rules})
-    return found
+
+    def replaced(name: re.Match[str]) -> str:
+        return f"({queries[name[0]]})" if name[0] in queries else name[0]
+
+    for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]:
+        for rule in group["rules"]:
+            queries[rule["record"]] = re.sub(r"\b[a-z_]+(?::\w+)+", replaced, rule["expr"])
+    return queries
