@@ -142,6 +142,17 @@ class TestWhoIsTold:
         assert isinstance(sample, AllocatorSample)
         assert (sample.report, sample.memory, sample.ready_since) == (report, MEMORY, 10)
 
+    @pytest.mark.parametrize(("started", "ready_since"), [(None, 10), (9.0, 10), (11.0, None)])
+    def test_an_engine_that_answered_before_the_process_began_is_not_ready(
+        self, started: float | None, ready_since: float | None
+    ) -> None:
+        court = Court("held").hear(
+            FACTS, poll(5), scrape(10, rank()), AllocatorReport(20, 100, "GPU-1", started=started)
+        )
+        (sample,) = court.told(HELD, AllocatorSample)
+        assert isinstance(sample, AllocatorSample)
+        assert sample.ready_since == ready_since
+
     def test_nobody_what_the_allocator_of_a_stranger_tells(self) -> None:
         assert not Court("held").hear(FACTS, AllocatorReport(20, 999, "GPU-1")).witnesses()
 

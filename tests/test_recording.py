@@ -563,6 +563,7 @@ ALLOCATORS = st.builds(
     expandable=optional(st.booleans()),
     max_split_size=optional(BYTES),
     engine=optional(NAMES),
+    started=optional(TIMES),
     failure=optional(FAILURES),
 )
 OBSERVATIONS = st.one_of(POLLS, HOST_PROCESSES, DRIVERS, FAILED_SCRAPES, ALLOCATORS, SIMPLE)

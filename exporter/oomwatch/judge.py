@@ -423,7 +423,8 @@ class Judge:
             memory=self._memory_of.get(report.gpu),
             segment=life.segment,
             segment_start=life.segment_start,
-            ready_since=life.ready_since or None,
+            # The engine may have answered in a life before that of this process.
+            ready_since=life.ready_since if life.ready_since > (report.started or 0.0) else None,
             asleep=self.node.engine(engine).state == "sleeping",
         )
         if holder.kind == "engine":  # else it is the last word of a process that has ended

@@ -403,7 +403,9 @@ class AllocatorReport:
     and sleep mode, ``largest_free_block`` in bytes, ``free`` bytes in all, those ``releasable`` to the driver at once,
     and ``free_by_size``: bytes by the smallest size of each class, ascending. ``private_reserved`` and ``private_free``
     are what these pools hold, and what of it is free. ``backend`` is PyTorch's name of the allocator, ``expandable``
-    whether its segments can grow, ``max_split_size`` the size in bytes from which on blocks are not split.
+    whether its segments can grow, ``max_split_size`` the size in bytes from which on blocks are not split. ``engine``
+    and ``started`` (unix time) are whose process it is and when that began, where whoever read it knows: the last word
+    of a process that has ended would else be nobody's.
     """
 
     t: float
@@ -421,6 +423,7 @@ class AllocatorReport:
     max_split_size: int | None = None
     failure: AllocationFailure | None = None  # the last one
     engine: str | None = None
+    started: float | None = None
 
     def current(self, name: str) -> int | None:
         """A statistic such as ``reserved_bytes`` as it is now, over all pools."""

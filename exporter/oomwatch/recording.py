@@ -324,6 +324,7 @@ def _log_document(line: LogLine, log_text: bool) -> dict[str, Any] | None:
 _OWNERS = ("pid", "total", "free", "living", "finished")
 _OWNERS_MAYBE = ("ownerless", "cached")
 _ALLOCATOR_SIZES = ("free", "releasable", "private_reserved", "private_free", "max_split_size")
+_ALLOCATOR_FACTS = ("backend", "expandable", "engine", "started")
 _FAILURE_SIZES = tuple(f.name for f in fields(AllocationFailure) if f.name != "t")
 
 
@@ -341,7 +342,7 @@ def _allocator_document(report: AllocatorReport) -> dict[str, Any]:
         "stats": dict(report.stats),
         "largest_free_block": report.largest_free_block,
         **_given(
-            **{name: getattr(report, name) for name in (*_ALLOCATOR_SIZES, "backend", "expandable", "engine")},
+            **{name: getattr(report, name) for name in (*_ALLOCATOR_SIZES, *_ALLOCATOR_FACTS)},
             free_by_size=[list(one) for one in report.free_by_size] or None,
             # How long ago, so that the time does not depend on the header.
             failure=failure
@@ -551,6 +552,7 @@ class Decoder:
             expandable=report.optional("expandable", report.boolean),
             failure=_failure(t, report.section("failure")) if report.has("failure") else None,
             engine=report.optional("engine", report.text),
+            started=report.optional("started", report.number),
         )
 
     def _owners(self, t: float, owners: _Fields) -> Observation:

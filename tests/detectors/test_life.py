@@ -10,7 +10,8 @@ import pytest
 
 from oomwatch.detectors.base import Finding, Subject
 from oomwatch.detectors.life import CrashLoop, CrashLoopSettings, StartupOom, StartupOomSettings
-from oomwatch.observations import EngineFacts
+from oomwatch.observations import AllocationFailure, EngineFacts
+from tests.detectors.leaking import allocator
 from tests.detectors.node_streams import GIB, HOUR, LLAMA, MINUTE, STRANGER, Scene, held
 
 
@@ -60,6 +61,20 @@ class TestStartupOom:
         assert finding.evidence["peak_bytes"] == 70 * GIB
         assert finding.evidence["least_free_bytes"] == 9 * GIB
         assert "Its log tells the cause" in finding.summary
+
+    def test_an_allocation_that_failed_in_it_by_the_probe_inside_is_its_cause(self) -> None:
+        scene = startup(state="unreachable")
+        scene.poll(MINUTE)
+        scene.processes = (held(20, 70.0),)
+        scene.poll(MINUTE)
+        failure = AllocationFailure(scene.t, wanted=2 * GIB, free=GIB, allocated=69 * GIB, reserved=70 * GIB)
+        scene.detector.observe(allocator(scene.t, 69 * GIB, 70 * GIB, ready_since=None, failure=failure))
+        scene.ends(20)
+        scene.processes = ()
+        finding = scene.poll(MINUTE)
+        assert (finding.state, finding.killer) == ("ticket", "fragmentation")
+        assert finding.evidence["wanted_bytes"] == 2 * GIB
+        assert "ran out of memory while starting" in finding.summary
 
     def test_again_and_again_is_one_ticket_with_the_count(self) -> None:
         scene = startup(state="unreachable")

@@ -156,6 +156,7 @@ class TestWhatIsTold:
             "num_ooms": 0,
         }
         assert (report.t, report.pid, report.gpu, report.engine) == (NOW, PID, GPU, "llm")
+        assert report.started == 1_700_000_000 + TICKS / os.sysconf("SC_CLK_TCK")
         assert (report.largest_free_block, report.free, report.releasable) == (GIB // 2, 2 * GIB, GIB // 4)
         assert report.free_by_size == ((0, 0), (1 << 20, GIB), (1 << 29, GIB))
         assert (report.private_reserved, report.private_free, report.expandable) == (GIB, None, False)

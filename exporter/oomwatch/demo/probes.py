@@ -70,6 +70,7 @@ def _report(machine: Machine, server: Server, worker: Process, t: float, last: L
         expandable=False,
         failure=failure,
         engine=server.name,
+        started=worker.start,
     )
 
 

@@ -12,6 +12,7 @@ from oomwatch import units
 from oomwatch.detectors.base import (
     CLEAR,
     LEVEL,
+    AllocatorSample,
     DeviceSample,
     EngineSample,
     Evidence,
@@ -25,7 +26,7 @@ from oomwatch.detectors.base import (
     Subject,
     unknown,
 )
-from oomwatch.detectors.outcomes import STEP_WORDS, shortage_evidence, shortage_text
+from oomwatch.detectors.outcomes import STEP_WORDS, failed_inside, shortage_evidence, shortage_text
 from oomwatch.detectors.service import ANSWERED, GIB, MIB, Service
 from oomwatch.detectors.standing import Standing
 from oomwatch.detectors.statistics import median
@@ -251,7 +252,8 @@ class StartupOom:
     """The engine ran out of memory before it served: by its log, whose word goes before all others.
 
     Of starts that no log tells of, pages and processes do: memory climbs and vanishes without a page. The cause is not
-    known then, and the evidence says so. About 12 KiB.
+    known then, and the evidence says so, unless a probe inside a worker told of an allocation that failed in such a
+    start. About 12 KiB.
     """
 
     verdict = "startup-oom"
@@ -266,6 +268,7 @@ class StartupOom:
         self._told: float | None = None  # when the log last told of a start
         self._ran_out: list[Shortage] = []  # of the last start that ran out by its log
         self._ran_out_starts = 0  # in a row
+        self._inside: Shortage | None = None  # the last failure that a probe told of before the engine served
 
     def observe(self, sample: Sample) -> None:
         """Count failed starts until one succeeds."""
@@ -275,6 +278,10 @@ class StartupOom:
             if isinstance(sample.news, Shortage) and sample.news.serving is False:
                 self._told_of(sample.news)
             return
+        if isinstance(sample, AllocatorSample):
+            inside = failed_inside(sample)
+            if inside is not None and not inside.serving:
+                self._inside = inside
         self._note(self._starts.observe(sample))
         if isinstance(sample, EngineSample) and sample.state in ANSWERED and sample.state != "dead":
             self._failed.clear()
@@ -290,6 +297,9 @@ class StartupOom:
     def _note(self, failed: FailedStart | None) -> None:
         if failed is None or (self._told is not None and self._told >= failed.t - failed.seconds - _ONE_FAILURE):
             return  # none, or one of which the log has told what there is to tell
+        inside = self._inside
+        if inside is not None and failed.t - failed.seconds <= inside.t <= failed.t + _ONE_FAILURE:
+            self._told_of(inside)
         self._failed.append(failed)
         self._last = failed
 

@@ -27,7 +27,9 @@ from oomwatch.observations import (
 )
 from oomwatch.sources.proc import (
     PROC,
+    TICKS_PER_SECOND,
     ProcessTable,
+    boot_time,
     pid_in_namespace,
     pid_namespace,
     read_stat,
@@ -105,6 +107,7 @@ class AllocatorSource:
         self._table = table or ProcessTable(proc)
         self._everyone = sees_host_pids(proc)
         self._namespace = pid_namespace(self._proc)
+        self._boot: float | None = None
         self.outcomes: tuple[Outcome, ...] = ()  # of the last pass
 
     def read(self) -> None:
@@ -253,7 +256,14 @@ class AllocatorSource:
             max_split_size=numbers.get("max_split_size_bytes"),
             failure=_failure(report, numbers, t),
             engine=writer.engine,
+            started=self._started(writer),
         )
+
+    def _started(self, writer: _Writer) -> float | None:
+        if self._boot is None:
+            with contextlib.suppress(OSError, ValueError):
+                self._boot = boot_time(self._proc)
+        return None if self._boot is None else self._boot + writer.start_ticks / TICKS_PER_SECOND
 
     def _device(self, report: layout.Report, pid: int) -> str:
         """By the GPUs' lists where these know the process: a slice's uuid is told by them alone."""

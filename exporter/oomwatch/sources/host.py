@@ -13,8 +13,10 @@ from oomwatch.observations import Absent, HostMemory, HostProcess, Maybe, Observ
 from oomwatch.sources.cgroups import CGROUP_ROOT, Membership, membership, memory_limit
 from oomwatch.sources.proc import (
     PROC,
+    TICKS_PER_SECOND,
     ProcessTable,
     Stat,
+    boot_time,
     children_of,
     descendants,
     read_arguments,
@@ -26,7 +28,6 @@ from oomwatch.sources.proc import (
 from oomwatch.sources.vllm_command import is_server
 
 _LINGER_SECONDS = 300.0
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _ROLES = {"APIServer": "api_server", "EngineCore": "engine_core", "Worker": "worker"}
@@ -150,7 +151,7 @@ class HostSource:
         if stat is None or (followed is None and not wanted):
             return None
         if followed is None:
-            start = self._boot_time() + stat.start_ticks / _TICKS_PER_SECOND
+            start = boot_time(self._root) + stat.start_ticks / TICKS_PER_SECOND
             followed = self._followed[pid] = _Followed(stat.start_ticks, start, t)
         if wanted:
             followed.wanted_at = t
@@ -217,12 +218,6 @@ class HostSource:
             return HostMemory(t, fields[b"MemTotal"], fields[b"MemAvailable"])
         except KeyError as missing:
             raise ValueError(f"meminfo has no {missing}") from None
-
-    def _boot_time(self) -> float:
-        for line in read_bytes(f"{self._proc}/stat", 16 * 1024 * 1024).splitlines():
-            if line.startswith(b"btime "):
-                return float(line.split()[1])
-        raise ValueError("stat has no btime")
 
     def _text(self, path: str) -> str:
         try:

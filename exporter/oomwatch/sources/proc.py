@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 _READ_LIMIT = 256 * 1024
 _READ_AT_ONCE = 4096  # a large buffer costs five times what the read costs
@@ -105,6 +106,14 @@ def shown_title(proc: Path | str, pid: int, comm: str, arguments: bytes) -> str:
         return os.path.basename(os.readlink(f"{proc}/{pid}/exe")).removesuffix(" (deleted)") or comm
     except OSError:
         return os.path.basename(arguments.split(b"\0", 1)[0]).decode(errors="replace").split(" ")[0] or comm
+
+
+def boot_time(proc: Path | str) -> float:
+    """Unix time from which start times of processes count. Raises OSError, ValueError."""
+    for line in read_bytes(f"{proc}/stat", 16 * 1024 * 1024).splitlines():
+        if line.startswith(b"btime "):
+            return float(line.split()[1])
+    raise ValueError("stat has no btime")
 
 
 def pid_namespace(proc: Path | str, pid: int | str = "self") -> int | None:
