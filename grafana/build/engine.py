@@ -22,7 +22,7 @@ from grafana.build.look import (
     VERDICT_COLOURS,
     VERMILLION,
 )
-from grafana.build.panels import Column, Query, series, stat, table
+from grafana.build.panels import Column, Query, bars, series, stat, table
 from grafana.build.queries import (
     ENGINE,
     ENGINE_OR_ITS_GPUS,
@@ -573,8 +573,22 @@ _inside = Row(
 )
 
 _facts = Row(
-    "What the engine is",
+    "What the engine is, and how it started",
     (
+        bars(
+            "What it promised itself, and what it took",
+            "At its latest start, by its log: of one worker, the largest of each. Good: all that it took together lies "
+            "below what it promised itself, and that below what was free.",
+            (
+                Query(f"max({E('oomwatch_engine_startup_device_total_bytes')})", "device"),
+                Query(f"max({E('oomwatch_engine_startup_free_bytes')})", "free at the start"),
+                Query(f"max({E('oomwatch_engine_startup_promised_bytes')})", "promised"),
+                Query(f"max by (component) ({E('oomwatch_engine_startup_memory_bytes')})", "{{component}}"),
+            ),
+            unit="bytes",
+            width=24,
+            empty="No log of this engine is read, or no data: see State",
+        ),
         table(
             "Identity",
             "The served model and vLLM's version; empty while not known.",

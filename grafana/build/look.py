@@ -55,7 +55,7 @@ def mapping(words: Mapping[float, tuple[str, str]]) -> dashboard.ValueMap:
     """Numbers shown as words, in a colour."""
     return dashboard.ValueMap(
         options={
-            str(number): dashboard.ValueMappingResult(text=text, color=colour, index=index)
+            f"{number:g}": dashboard.ValueMappingResult(text=text, color=colour, index=index)
             for index, (number, (text, colour)) in enumerate(words.items())
         }
     )

@@ -16,6 +16,9 @@ from tests.e2e.prometheus import PrometheusServer, scrape_config
 from tests.grafana.dashboards import UIDS, asked, filled, marks, panels, targets, variables
 from tests.grafana.seeded import DOWN, END, JOB, TALES
 
+# Telling all stories is most of it, and takes minutes on a machine that does much else.
+pytestmark = pytest.mark.timeout(600)
+
 WINDOW = 6 * 3600
 STEP = 180
 
