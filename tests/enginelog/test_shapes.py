@@ -1,5 +1,6 @@
 """Each line that vLLM and PyTorch write about memory is read to its numbers, whatever stands before it."""
 
+import io
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from oomwatch.enginelog.events import (
     Step,
     Stopped,
 )
-from oomwatch.enginelog.reader import parse
+from oomwatch.enginelog.reader import parse, read
 from oomwatch.enginelog.shapes import SHAPES, TABLE
 
 GIB = 1 << 30
@@ -308,6 +309,13 @@ PREFIXES = [
 def test_a_line_is_read_to_its_numbers_whatever_stands_before_it(line: str, event: Event) -> None:
     entries = [parse(f"{prefix}{line}\n".encode()) for prefix in PREFIXES]
     assert [entry and entry.event for entry in entries] == [event] * len(PREFIXES)
+
+
+def test_a_line_is_found_in_a_stream_as_well_as_alone() -> None:
+    for line, event in LINES:
+        level = "ERROR" if isinstance(event, Refused | OutOfMemory | Step | Died) else "INFO"
+        stream = io.BytesIO(f"noise\n{level} 11-30 09:00:00 [x.py:1] {line}\nnoise\n".encode())
+        assert [entry.event for entry in read(stream)] == [event], line
 
 
 def test_every_shape_is_read_from_some_line() -> None:

@@ -42,23 +42,15 @@ _MESSAGES = ("message", "msg", "log", "event", "text", "exc_info", "exception", 
 
 
 # Texts that several literals share, and that are long enough to be found fast and rare enough in other lines.
-_SHARED = (
-    b" KV cache ",
-    b"EngineCore ",
-    b"out of memory",
-    b"GPU memory utilization",
-    b" weights ",
-    b"unexpectedly",
-    b"kv_cache_memory_bytes",
-    b"CUDA graph ",
-)
+_SHARED = (b" KV cache ", b" weights ", b"kv_cache_memory_bytes", b"CUDA graph ")
+_ERRORS = (b"rror", b"RROR")  # a level or an exception's name
 
 
 def _by_marker() -> dict[bytes, tuple[Compiled, ...]]:
     """Texts of which every line that says something has one, each with the shapes of its lines."""
-    left = list(SHAPES)
-    grouped: dict[bytes, tuple[Compiled, ...]] = {}
-    for marker in (*_SHARED, *(shape.shape.literal for shape in SHAPES)):
+    grouped = dict.fromkeys(_ERRORS, tuple(shape for shape in SHAPES if shape.shape.error))
+    left = [shape for shape in SHAPES if not shape.shape.error]
+    for marker in (*_SHARED, *(shape.shape.literal for shape in left)):
         mine = tuple(shape for shape in left if marker in shape.shape.literal)
         if mine:
             grouped[marker] = mine

@@ -53,7 +53,8 @@ class Shape:
     """One kind of line. ``since`` and ``until`` are the first and last release known to write it (None: unbounded).
 
     ``literal`` is in every such line. ``also`` are patterns that are searched in the rest of the line, each for what
-    it finds; ``given`` are fields that the shape itself tells.
+    it finds; ``given`` are fields that the shape itself tells. ``raw`` marks lines of
+    libraries, which no logger and no exception introduces.
     """
 
     event: type[Event]
@@ -64,6 +65,12 @@ class Shape:
     also: tuple[str, ...] = ()
     given: Mapping[str, Any] = field(default_factory=dict)
     steps: Mapping[bytes, str] = field(default_factory=dict)
+    raw: bool = False
+
+    @property
+    def error(self) -> bool:
+        """Whether its lines tell of an error: their level, or the exception's name, says so."""
+        return self.event in (Refused, OutOfMemory, Step, Died) and not self.raw
 
     def in_release(self, release: Release) -> bool:
         """Whether that release is within the known range."""
@@ -359,7 +366,7 @@ TABLE: tuple[Shape, ...] = (
         r"(?:CUDA|HIP|XPU|NPU) (?:driver )?[Ee]rror: out of memory|OutOfMemoryError: (?:CUDA|HIP|XPU|NPU) out of memory"
         r"(?!\. Tried to allocate [\d.]+ \w+(?:\. GPU| \(GPU))",
     ),
-    Shape(OutOfMemory, b"Cuda failure", r"Cuda failure(?: \d+)? 'out of memory'"),
+    Shape(OutOfMemory, b"Cuda failure", r"Cuda failure(?: \d+)? 'out of memory'", raw=True),
     Shape(OutOfMemory, b"CUBLAS_STATUS_ALLOC_FAILED", r"CUBLAS_STATUS_ALLOC_FAILED"),
     Shape(
         OutOfMemory,
@@ -368,7 +375,7 @@ TABLE: tuple[Shape, ...] = (
         given={"host": True},
     ),
     Shape(OutOfMemory, b"MemoryError", r"(?:^|\] )(?:numpy\S+_Array)?MemoryError\b", given={"host": True}),
-    Shape(OutOfMemory, b"std::bad_alloc", r"std::bad_alloc", given={"host": True}),
+    Shape(OutOfMemory, b"std::bad_alloc", r"std::bad_alloc", given={"host": True}, raw=True),
     Shape(
         Step,
         b"  File ",

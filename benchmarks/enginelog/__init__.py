@@ -1,0 +1,1 @@
+"""How fast engines' logs are read, and in how much memory."""
