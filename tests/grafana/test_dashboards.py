@@ -471,6 +471,22 @@ def test_the_dashboards_are_provisioned_into_a_folder_of_their_own() -> None:
     assert f"./grafana/dashboards:{provider['options']['path']}:ro" in mounts
 
 
+def test_provisioning_has_only_keys_that_grafana_knows() -> None:
+    """Those of its documentation (administration/provisioning): it has no schema of them, and ignores others."""
+    folder = REPOSITORY / "grafana" / "provisioning"
+    providers = yaml.safe_load((folder / "dashboards" / "oomwatch.yml").read_text(encoding="utf-8"))
+    assert set(providers) == {"apiVersion", "providers"}
+    known = {"name", "orgId", "folder", "folderUid", "type", "disableDeletion", "updateIntervalSeconds"}
+    for provider in providers["providers"]:
+        assert set(provider) <= known | {"allowUiUpdates", "options"}
+        assert set(provider["options"]) <= {"path", "foldersFromFilesStructure"}
+    sources = yaml.safe_load((folder / "datasources" / "oomwatch.yml").read_text(encoding="utf-8"))
+    assert set(sources) <= {"apiVersion", "datasources", "deleteDatasources", "prune"}
+    for source in sources["datasources"]:
+        assert set(source) <= {"name", "uid", "type", "access", "url", "isDefault", "editable", "version", "jsonData"}
+        assert set(source["jsonData"]) <= {"httpMethod", "prometheusType", "prometheusVersion", "timeInterval"}
+
+
 def test_a_variable_asks_by_a_function_of_grafana() -> None:
     for uid in UIDS:
         for variable in variables(uid):
