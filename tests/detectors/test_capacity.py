@@ -166,6 +166,26 @@ def test_another_mix_of_requests_lowers_not_all_rates() -> None:
     assert engine.states() <= QUIET
 
 
+def test_minutes_of_waiting_for_room_while_less_comes_out_hurt_though_prompts_have_grown() -> None:
+    engine = exhaustion()
+    engine.run(HOUR)
+    thrash(engine, share=0.7).load(waiting=200, rates={"request_prompt_tokens": 1600, "preemptions": 0.0})
+    engine.run(1200)
+    assert engine.state() == "ticket"
+    assert engine.now.evidence["wait_seconds"] == pytest.approx(200 / 0.7, rel=0.1)
+    assert "a wait of about" in engine.now.summary
+    assert engine.first("page") is None
+
+
+@pytest.mark.parametrize(("waiting", "share"), [(60, 0.7), (200, 0.9)])
+def test_a_shorter_wait_or_as_much_coming_out_is_another_mix_of_requests(waiting: int, share: float) -> None:
+    engine = exhaustion()
+    engine.run(HOUR)
+    thrash(engine, share=share).load(waiting=waiting, rates={"request_prompt_tokens": 1600, "preemptions": 0.0})
+    engine.run(HOUR)
+    assert engine.states() <= QUIET
+
+
 def test_too_little_work_seen_before_is_an_info_at_most() -> None:
     engine = exhaustion()
     engine.run(60)

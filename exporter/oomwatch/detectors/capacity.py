@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -84,6 +85,19 @@ class KvExhaustionSettings(Section):
         description="Tokens and finished requests per second below this share of the engine's last hour of work count "
         "as down.",
     )
+    wait: Duration = Field(
+        default=120.0,
+        gt=0,
+        le=86400,
+        description="Waiting for room so long hurts as well, when fewer tokens come out and fewer requests finish, "
+        "though longer prompts keep the engine as busy as ever.",
+    )
+    waiting_rate_down_to: float = Field(
+        default=0.85,
+        gt=0,
+        lt=1,
+        description="Then tokens and finished requests per second below this share of the last hour of work are fewer.",
+    )
     page_rate_down_to: float = Field(default=0.5, gt=0, lt=1, description="The same for a page.")
     after: Duration = Field(default=180.0, ge=0, le=86400, description="How long it hurts before it is a ticket.")
     page_after: Duration = Field(default=900.0, ge=0, le=86400, description="How long it hurts before it pages.")
@@ -124,10 +138,17 @@ class _Share(NamedTuple):
     """The best of the rates as a share of what is usual, since a change of the mix of requests lowers not all of them.
 
     ``unusual``: each rate is below what a tenth of the minutes stayed below, so that it is more than their noise.
+    ``out`` and ``out_unusual`` are the same of generated tokens and finished requests alone.
     """
 
     best: float
     unusual: bool
+    out: float
+    out_unusual: bool
+
+
+_PROMPTS = "prompt tokens"
+_RATES = ("generated tokens", "finished requests", _PROMPTS)
 
 
 class _Throughput:
@@ -196,18 +217,25 @@ class _Throughput:
             self._usual, self._usual_at = self._of_last_hour(self._learnt), self._learnt
         if self._usual is None:
             return None
-        shares = [
-            (rate / usual.middle, rate < usual.low)
-            for window, usual in zip(self._now, self._usual, strict=True)
+        shares = {
+            name: (rate / usual.middle, rate < usual.low)
+            for name, window, usual in zip(_RATES, self._now, self._usual, strict=True)
             if usual.middle > 0 and window.known and (rate := window.rate(t)) is not None
-        ]
+        }
         if not shares:
             return None
-        return _Share(max(share for share, _ in shares), all(low for _, low in shares))
+        out = [share for name, share in shares.items() if name != _PROMPTS] or list(shares.values())
+        return _Share(*_best_of(shares.values()), *_best_of(out))
 
     def token_rate(self, t: float) -> float | None:
         """Generated tokens per second."""
         return self._now[0].rate(t) if self._now[0].known else None
+
+
+def _best_of(shares: Iterable[tuple[float, bool]]) -> tuple[float, bool]:
+    """The largest of some shares, and whether all of them are unusual."""
+    listed = list(shares)
+    return max(share for share, _ in listed), all(unusual for _, unusual in listed)
 
 
 def _rate(before: float | None, now: float | None, seconds: float) -> float | None:
@@ -268,8 +296,10 @@ class KvExhaustion:
     """The pool is full, and requests suffer from it.
 
     Full: usage peaks, or preemptions happen, and requests wait now, or usage is high now. Suffering: many preemptions
-    per finished request, or a queue that grows; and all of tokens and finished requests per second below the
-    engine's own last hour of work. A full pool at good throughput is success. About 45 kB a rank.
+    per finished request, a queue that grows, or minutes of waiting for room; and all of tokens, finished requests and
+    prompts per second below the engine's own last hour of work. Where requests wait for minutes, prompts do not count:
+    ever longer ones keep an engine busy that gets less and less done. A full pool at good throughput is success. About
+    45 kB a rank.
     """
 
     verdict = "kv-exhaustion"
@@ -313,9 +343,10 @@ class KvExhaustion:
         # Nothing at all coming out is an engine that hangs, and engine-stuck's to say.
         if full_for >= self.settings.rate_window and self._throughput.moves and self._pressed(t):
             share = self._throughput.present(t)
-            if share is not None and (share.unusual or share.best < _FAR_BELOW):
-                self._hurts = share.best < self.settings.rate_down_to
-                severe = share.best < self.settings.page_rate_down_to
+            if share is not None:
+                down = share.unusual or share.best < _FAR_BELOW
+                self._hurts = (down and share.best < self.settings.rate_down_to) or self._waits_for_less(t, share)
+                severe = down and share.best < self.settings.page_rate_down_to
         self._hurting.update(t, self._hurts)
         self._severe.update(t, severe)
         self._filling.update(t, self._fills_soon())
@@ -340,7 +371,20 @@ class KvExhaustion:
         return recently and now
 
     def _pressed(self, t: float) -> bool:
-        return self._per_finished(t) > self.settings.preemptions_per_finished or self._queue_grows(t)
+        return (
+            self._per_finished(t) > self.settings.preemptions_per_finished
+            or self._queue_grows(t)
+            or self._wait(t) >= self.settings.wait
+        )
+
+    def _wait(self, t: float) -> float:
+        """Seconds that a request waits for room: Little's law, by the queue and the pace at which requests finish."""
+        queue, finished = self._queue.mean(t, self.settings.rate_window), self._finished.rate(t)
+        return queue / finished if queue and finished else 0.0
+
+    def _waits_for_less(self, t: float, share: _Share) -> bool:
+        down = share.out_unusual and share.out < self.settings.waiting_rate_down_to
+        return down and self._wait(t) >= self.settings.wait
 
     def _per_finished(self, t: float) -> float:
         """Preemptions per finished request; with nothing finished, per one. 0 where there are too few to tell."""
@@ -380,7 +424,8 @@ class KvExhaustion:
         at = self._fresh.t
         eta = self._clock.eta()
         present = self._throughput.present(at) if self._full.seconds > 0 else None
-        share = None if present is None else present.best
+        waits_for_less = present is not None and self._waits_for_less(at, present)
+        share = None if present is None else present.out if waits_for_less else present.best
         evidence = self._evidence(at, reading, share)
         if self._hurting.seconds >= max(self.settings.after, 1.0) and share is not None:
             state: State = "page" if self._severe.seconds >= self.settings.page_after else "ticket"
@@ -420,6 +465,8 @@ class KvExhaustion:
         if self._queue_grows(at):
             queue = self._queue.mean(at, self.settings.rate_window) or 0.0
             parts.append(f"a queue that grew to {_requests(round(queue))}")
+        if self._wait(at) >= self.settings.wait:
+            parts.append(f"a wait of about {units.duration(self._wait(at))} for room")
         return " and ".join(parts) or "a queue that stands"
 
     def _hurting_summary(self, at: float, share: float) -> str:
@@ -444,6 +491,7 @@ class KvExhaustion:
             "finished": round(self._finished.rise(at), 1) if self._finished.known else None,
             "generation_tokens_per_second": self._throughput.token_rate(at),
             "throughput_share_of_usual": share,
+            "wait_seconds": round(self._wait(at)) or None,
         }
         return evidence | {name: value for name, value in counts.items() if value is not None}
 
