@@ -451,8 +451,6 @@ def pool_of(model: Model, setup: Setup, device: Device, memory: Figure, layers: 
     size = max(len(group) for group in groups)
     uniform = len(groups) == 1
     block_bytes = sum(page.bytes for page in groups[0]) if uniform else size * max(page.bytes for page in pages)
-    if block_bytes <= 0:
-        raise ModelError("the model keeps no cache for its tokens: --kv-bytes-per-token has to be more than 0")
     length = setup.max_model_len or 1
 
     def needed(tokens: int) -> int:
@@ -497,6 +495,8 @@ def _pages(model: Model, setup: Setup, layers: Sequence[Layer]) -> list[_Page]:
 
     states = [_state_bytes(cache, model, ranks) for cache in caches if cache.kind == "state"]
     tokens = [token(cache) for cache in caches if cache.kind != "state"]
+    if min((*states, *tokens)) <= 0:
+        raise ModelError("the configuration gives a layer a cache of 0 bytes: give --kv-bytes-per-token")
     if states and tokens:
         # A block of attention is made as large as a state (platforms/interface.py: _align_hybrid_block_size).
         size = max(size, 16 * math.ceil(max(states) / max(tokens) / 16))
