@@ -76,11 +76,11 @@ _now = Row(
         ),
         stat(
             "Least time left",
-            "Until the first thing runs out at its present pace: the pool, the device or the host's memory. Hours are "
-            "time to act; minutes are often only a rising load.",
+            "Of the verdicts that are not clear: until the pool, the device or the host's memory runs out at its "
+            "pace. Hours are time to act; minutes are often only a rising load.",
             (
                 Query(
-                    f"min({V('oomwatch_verdict_eta_seconds')}) or -max({E('oomwatch_engine_up')} * 0 + 1)",
+                    f"min({V('oomwatch_verdict_eta_seconds')} and {WRONG}) or -max({E('oomwatch_engine_up')} * 0 + 1)",
                     "least time left",
                 ),
             ),

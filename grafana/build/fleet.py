@@ -111,7 +111,9 @@ _where = Row(
                 ),
                 *(Column(killer, _by_killer(killer), words=STATES, width=120) for killer in KILLERS),
                 Column("Unknown", f"count by ({NODE}) ({S('oomwatch_verdict_unknown')})", width=100),
-                Column("Time left", f"min by ({NODE}) ({S('oomwatch_verdict_eta_seconds')})", "s", decimals=0),
+                Column(
+                    "Time left", f"min by ({NODE}) ({_of_raised(S('oomwatch_verdict_eta_seconds'))})", "s", decimals=0
+                ),
                 Column("Least headroom", f"min by ({NODE}) ({_FLOORS})", "bytes"),
                 Column("Fullest pool", f"max by ({NODE}) ({S('oomwatch_engine_kv_cache_usage_ratio')})", "percentunit"),
                 Column("Engines", f"count by ({NODE}) ({S('oomwatch_engine_info')})"),
