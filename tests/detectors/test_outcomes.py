@@ -249,6 +249,22 @@ def test_a_log_that_begins_with_the_error_is_judged_by_its_traceback() -> None:
     assert starting.states("startup-oom", "runtime-oom") == ["ticket", "clear"]
 
 
+@pytest.mark.parametrize("failed_first", [True, False])
+@pytest.mark.parametrize("served_before", [True, False])
+def test_of_a_start_whose_lines_were_not_read_its_failure_tells(failed_first: bool, served_before: bool) -> None:
+    told = Told()
+    if served_before:
+        told.answers().after(600)
+    error = ran_out(512, 100, 50)
+    told.log(*((FAILED, error) if failed_first else (error, FAILED)))
+    assert told.states("startup-refused", "startup-oom", "runtime-oom") == ["clear", "ticket", "clear"]
+    refused = Told()
+    if served_before:
+        refused.answers().after(600)
+    refused.log(*((FAILED, ABOVE_FREE) if failed_first else (ABOVE_FREE, FAILED)))
+    assert refused.states("startup-refused", "startup-oom", "runtime-oom") == ["ticket", "clear", "clear"]
+
+
 # --- deaths ------------------------------------------------------------------------------------------------------
 
 

@@ -277,6 +277,10 @@ class StartupOom:
                 self._told = sample.start.last
             if isinstance(sample.news, Shortage) and sample.news.serving is False:
                 self._told_of(sample.news)
+            elif isinstance(sample.news, Ended) and sample.news.ready is None and sample.start is not None:
+                for shortage in sample.start.shortages:  # that the end of the start showed to be of it
+                    if shortage.serving is False and shortage not in self._ran_out:
+                        self._told_of(shortage)
             return
         if isinstance(sample, AllocatorSample):
             inside = failed_inside(sample)

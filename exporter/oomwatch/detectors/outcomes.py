@@ -297,6 +297,8 @@ class RuntimeOom:
                 self._ran_out(sample.news)
             elif isinstance(sample.news, Ended):
                 self._died, self._back = sample.news.t, None
+                if sample.news.ready is None:
+                    self._not_of(sample.start)
         elif isinstance(sample, AllocatorSample):
             self._told_inside(sample)
         elif isinstance(sample, ProcessEnd):
@@ -330,6 +332,14 @@ class RuntimeOom:
             self._ranks = []
         if len(self._ranks) < _RANKS_KEPT:
             self._ranks.append(shortage)
+
+    def _not_of(self, start: StartUp | None) -> None:
+        """A start failed: what was taken for an error of a serving engine, since nothing told otherwise, was its."""
+        told = [(one.t, one.origin) for one in (start.shortages if start else ()) if one.serving is False]
+        left = [one for one in self._ranks if (one.t, one.origin) not in told]
+        if left != self._ranks:
+            self._ranks = left
+            self._standing.reset()
 
     def _ended(self, t: float) -> None:
         again = self._died is None or self._back is not None

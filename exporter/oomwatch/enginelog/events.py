@@ -334,6 +334,8 @@ _TEXTS: Mapping[str, re.Pattern[str]] = {
 
 def _checked(name: str, value: Any, annotation: str) -> Any:
     kind = annotation.split(" ", 1)[0]
+    if kind == "int" and isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
         raise ValueError(f"{name} has to be of type {kind}")
     if isinstance(value, str) and not _TEXTS[name].fullmatch(value):

@@ -48,6 +48,7 @@ class Shortage:
     """An out-of-memory error with its circumstances.
 
     ``step`` is what the engine was doing and ``serving`` whether it had started; None where the log does not tell.
+    ``traced`` when the error's own traceback says so.
     """
 
     t: float
@@ -55,6 +56,7 @@ class Shortage:
     origin: Origin
     step: str | None
     serving: bool | None
+    traced: bool = False
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,8 @@ class Story:
             return origin.rank in now.cores and _progressed(now) if event.core else bool(now.cores or _progressed(now))
         if isinstance(event, (Budget, KvPool)):
             return (over or now.ready is not None) and t - now.last > _INTERLEAVED
+        if now.ready is not None and (isinstance(event, Refused) or _ends_a_start(event)):
+            return not over or t - now.last > _SAME_FAILURE  # of a start whose lines were not read
         if isinstance(event, (Load, Ready, OutOfMemory, Refused, Died)):
             return over and t - now.last > _SAME_FAILURE
         return False
@@ -274,10 +278,13 @@ class Story:
 
     def _ran_out(self, t: float, now: StartUp, event: OutOfMemory, origin: Origin) -> Shortage | None:
         step = self._step_of(t, origin.pid)
+        traced = step is not None
         if step is None and event.dummy_requests is not None:
             step = "warm_up"
         step = step or ("serve" if now.ready is not None else self._step_by_budget(t, now))
         serving = None if step is None else step == "serve"
+        if serving is None and any(_ends_a_start(death) for death in now.deaths):
+            serving = False
         recent = [one for one in now.shortages if t - one.t <= _SAME_FAILURE]
         if any(_repeats(one, event, origin) for one in recent):
             return None
@@ -285,8 +292,17 @@ class Story:
             self.ran_out[cause_of(event).killer, "startup" if serving is False else "runtime"] += 1
         if len(now.shortages) >= _ERRORS_KEPT:
             del now.shortages[0]
-        now.shortages.append(Shortage(t, event, origin, step, serving))
+        now.shortages.append(Shortage(t, event, origin, step, serving, traced))
         return now.shortages[-1]
+
+    def _was_starting(self, t: float, now: StartUp) -> None:
+        """What ran out just before a start failed was of that start, unless its own traceback says otherwise."""
+        before = [start for start in self.starts if start is not now][-1:]
+        for start in (*before, now):
+            told = [one for one in start.shortages if _of_a_start(t, one)]
+            for one in told:
+                start.shortages.remove(one)
+            now.shortages += [replace(one, serving=False, step=None) for one in told]
 
     @staticmethod
     def _step_by_budget(t: float, now: StartUp) -> str | None:
@@ -300,8 +316,9 @@ class Story:
             return "kv_pool"
         return "profile" if any(budget.weights is not None for budget in budgets) else "load"
 
-    @staticmethod
-    def _died(t: float, now: StartUp, event: Died) -> Ended | None:
+    def _died(self, t: float, now: StartUp, event: Died) -> Ended | None:
+        if _ends_a_start(event):
+            self._was_starting(t, now)
         if now.stopped is not None:
             return None  # a server that is told to stop reports the end of its parts as an error
         if event not in now.deaths and len(now.deaths) < _ERRORS_KEPT:
@@ -310,6 +327,14 @@ class Story:
             return None
         now.died = t
         return Ended(t, event, now.ready)
+
+
+def _of_a_start(t: float, one: Shortage) -> bool:
+    return one.serving is not False and not one.traced and t - one.t <= _SAME_FAILURE
+
+
+def _ends_a_start(event: object) -> bool:
+    return isinstance(event, Died) and event.how == "start_failed"
 
 
 def _progressed(now: StartUp) -> bool:
