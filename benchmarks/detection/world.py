@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.detection.alarms import firings, merged
 from benchmarks.detection.engine import STAYS_UP, simulate
 from benchmarks.detection.families import KvLeak, Scenario
 from benchmarks.detection.memory import GpuFault, GpuSeries, HostFault, HostSeries, gpu_memory, host_memory
@@ -205,16 +206,23 @@ def pool_gone(rank: RankSeries, blocks: int) -> float:
 
 
 def hurt_from(rank: RankSeries) -> float:
-    """When a full pool began to hurt; NEVER when it did not."""
+    """When a full pool began to hurt, NEVER when it did not: the beginning of the strain that came to it.
+
+    What is seen over ten minutes began ten minutes before; strain excuses an alarm on a healthy run just so.
+    """
     found = np.flatnonzero(hurting(rank))
-    return float(rank.t[found[0]]) if len(found) else NEVER
+    if not len(found):
+        return NEVER
+    hurt = float(rank.t[found[0]])
+    before = [alarm.start for alarm in merged(firings(strained(rank), rank.t)) if alarm.start <= hurt]
+    return max(0.0, before[-1] - HURT_FOR)
 
 
 def hurting(rank: RankSeries) -> Bools:
     """Whether a full pool hurts, by what only the simulator knows.
 
-    For ten minutes the first of the queue does not fit and waits longer than half a minute, and fewer tokens come out
-    than three quarters of the best ten minutes of the hour before.
+    For the last ten minutes the first of the queue does not fit and waits longer than half a minute, and fewer tokens
+    come out than three quarters of the best ten minutes of the hour before.
     """
     n = _samples_in(HURT_FOR, rank.t)
     if len(rank.t) < 8 * n:
