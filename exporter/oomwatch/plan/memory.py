@@ -85,7 +85,6 @@ class Setup:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
-    enable_expert_parallel: bool = False
     kv_cache_dtype: str = "auto"
     block_size: int | None = None
     gpu_memory_utilization: float | None = None
