@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -488,42 +489,59 @@ class TestTheDirectory:
         assert {one.engine for one in node.published if isinstance(one, AllocatorReport)} == {"llm", "other"}
 
 
-def test_a_real_process_is_found_and_its_end_noticed(tmp_path: Path) -> None:
+WRITER = """
+import sys, time
+from pathlib import Path
+from oomwatch_probe.layout import encode
+from oomwatch_probe.mailbox import Mailbox, own_identity
+identity = own_identity()
+now = {"heartbeat_ns": time.time_ns(), "interval_ns": 10**9, "allocated_bytes": 5, "reserved_bytes": 9}
+Mailbox(Path(sys.argv[1]), identity).write(encode(1, now, {}))
+print(identity.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param((), id="as-it-is"),
+        pytest.param(("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"), id="in-a-pid-namespace"),
+        pytest.param(("setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"), id="of-another-user"),
+    ],
+)
+def test_a_real_process_is_found_and_its_end_noticed(before: tuple[str, ...]) -> None:
     """The probe's own mailbox in a process of its own, read through the real /proc."""
-    code = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from oomwatch_probe.layout import encode\n"
-        "from oomwatch_probe.mailbox import Mailbox, own_identity\n"
-        "box = Mailbox(Path(sys.argv[1]), own_identity())\n"
-        "now = {'heartbeat_ns': time.time_ns(), 'interval_ns': 10**9, 'allocated_bytes': 5, 'reserved_bytes': 9}\n"
-        "box.write(encode(1, now, {}))\n"
-        "print('up', flush=True); sys.stdin.read()\n"
-    )
-    (tmp_path / "run").mkdir()
-    probe = Path(__file__).parents[2] / "probe"
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "run")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(probe)},
-    )
-    published: list[Observation] = []
-    source = AllocatorSource(
-        [tmp_path / "run"], published.append, {child.pid: "llm"}.get, lambda _: (), clock=time.time
-    )
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"up\n"
-        source.read()
-        (report,) = (one for one in published if isinstance(one, AllocatorReport))
-        assert (report.pid, report.engine, report.current("reserved_bytes")) == (child.pid, "llm", 9)
-    finally:
-        child.kill()
-        child.communicate()
+    if before and os.getuid() != 0:
+        pytest.skip("only root may change namespaces and users")
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are for one user
+        os.chmod(folder, 0o1777)
+        child = subprocess.Popen(
+            [*before, sys.executable, "-c", WRITER, folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "probe")},
+        )
+        published: list[Observation] = []
+        source = AllocatorSource([Path(folder)], published.append, lambda _: "llm", lambda _: (), clock=time.time)
+        try:
+            assert child.stdout is not None
+            said = child.stdout.readline()
+            if not said and before:
+                pytest.skip("this machine does not let Python run in another namespace or as another user")
+            inner = int(said)
+            source.read()
+            (report,) = (one for one in published if isinstance(one, AllocatorReport))
+            assert (report.engine, report.current("reserved_bytes")) == ("llm", 9)
+            assert (report.pid == inner) == ("--pid" not in before)
+            assert report.started == pytest.approx(time.time(), abs=60)
+        finally:
+            child.kill()
+            child.communicate()
 
-    def left_over() -> bool:
-        source.read()
-        return [outcome.state for outcome in source.outcomes] == ["left_over"]
+        def noticed() -> bool:
+            source.read()
+            return [outcome.state for outcome in source.outcomes if outcome.state == "told"] == []
 
-    wait_until(left_over, "the end was not noticed")
+        wait_until(noticed, "the end was not noticed")
