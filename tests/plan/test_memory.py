@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oomwatch.plan.memory import GIB, MIB, Device, Figure, Plan, Setup, plan
+from oomwatch.plan.memory import GIB, Device, Figure, Plan, Setup, plan
 from oomwatch.plan.model import ModelError, given_sizes, model_of
 from tests.plan.startups import KIMI_K2, LLAMA31_8B, QWEN3_30B, QWEN35_27B, TINY, dense
 
@@ -200,7 +200,7 @@ class TestLimits:
 
     def test_the_margin_stays_free(self) -> None:
         setup = Setup(version=NEW, max_model_len=8192)
-        tight, roomy = (plan(LLAMA, card(), setup, margin=size) for size in (256 * MIB, 8 * GIB))
+        tight, roomy = (plan(LLAMA, card(), setup, margin=size) for size in (GIB // 4, 8 * GIB))
         assert tight.limits.largest_utilization is not None
         assert roomy.limits.largest_utilization is not None
         assert tight.limits.largest_utilization > roomy.limits.largest_utilization

@@ -15,7 +15,6 @@ from typing import Literal
 from oomwatch.plan.model import Cache, Layer, Model, ModelError, Part
 
 GIB = 1024**3
-MIB = 1024**2
 
 Version = tuple[int, ...]
 

@@ -339,7 +339,6 @@ _PLAIN_MLP = (
     "gpt2", "gptj", "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2", "gpt_bigcode", "mpt", "nemotron",
     "nemotron_h", "codegen", "stablelm_epoch",
 )  # fmt: skip
-_MIXERS = ("mamba", "mamba2", "linear_attention", "conv", "recurrent", "kda")
 
 
 class _Shape:
@@ -376,7 +375,7 @@ class _Shape:
     # The kind of each layer ------------------------------------------------------------------------------------
 
     def _types(self) -> list[str]:
-        """What each layer mixes tokens by: ``full``, ``sliding``, ``chunked``, a name of ``_MIXERS``, or ``none``."""
+        """What each layer mixes tokens by: ``full``, ``sliding``, ``chunked``, a kind of state, or ``none``."""
         text, every = self.text, range(self.count)
         if self._all_mamba():
             return ["mamba2" if self.kind == "mamba2" else "mamba"] * self.count
@@ -409,8 +408,8 @@ class _Shape:
     def _named(self, name: str) -> str:
         if "mamba" in name:
             return "mamba2" if self.text.maybe("mamba_n_heads", "mamba_num_heads") else "mamba"
-        if "linear" in name or "conv" in name or "recurrent" in name:
-            return "linear_attention" if "linear" in name else name if name in _MIXERS else "conv"
+        if "linear" in name or "conv" in name:
+            return "linear_attention" if "linear" in name else "conv"
         if "sliding" in name or "local" in name:
             return "sliding"
         return "chunked" if "chunked" in name else "full"
