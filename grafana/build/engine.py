@@ -22,7 +22,7 @@ from grafana.build.look import (
     VERDICT_COLOURS,
     VERMILLION,
 )
-from grafana.build.panels import Column, Query, bars, series, stat, table
+from grafana.build.panels import Column, Query, series, stat, table
 from grafana.build.queries import (
     ENGINE,
     ENGINE_OR_ITS_GPUS,
@@ -575,7 +575,7 @@ _inside = Row(
 _facts = Row(
     "What the engine is, and how it started",
     (
-        bars(
+        stat(
             "What it promised itself, and what it took",
             "At its latest start, by its log: of one worker, the largest of each. Good: all that it took together lies "
             "below what it promised itself, and that below what was free.",
@@ -587,6 +587,8 @@ _facts = Row(
             ),
             unit="bytes",
             width=24,
+            height=5,
+            decimals=1,
             empty="No log of this engine is read, or no data: see State",
         ),
         table(
