@@ -22,7 +22,7 @@ from oomwatch.conclusions import (
 from oomwatch.config import Config
 from oomwatch.daemon import new_pipeline
 from oomwatch.feed import NodeFeed
-from oomwatch.observations import Absent, Maybe, Memory, RankReading, known
+from oomwatch.observations import Absent, Maybe, Memory, RankReading, Tick, known
 from oomwatch.snapshot import EngineView, GpuView, MigView, Snapshot, devices
 from oomwatch.status import device_labels, gpu_label, problems, status
 
@@ -47,6 +47,7 @@ def read_once(config: Config, wait: float = 0.0) -> Snapshot:
         time.sleep(wait)
         _read(feed)
         feed.read_probes()
+    pipeline.publish(Tick(time.time()))  # what can be concluded of one look is
     pipeline.flush(limit)
     snapshot = pipeline.current
     feed.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,3 +146,13 @@ def test_a_log_that_goes_away_and_comes_back_harms_nothing(followed: Followed) -
     followed.daemon.wait_for(
         lambda page: page.value("oomwatch_source_up", source="log", target="wrong-blocks") == 1, "the log is back"
     )
+
+
+def test_check_says_why_an_engine_refused_and_what_would_pass(followed: Followed) -> None:
+    command = [sys.executable, "-m", "oomwatch.cli", "check", "--config.file", str(followed.daemon.config_path)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 2, answer.stderr  # one of them died of an error
+    assert "Engine too-long refused to start" in answer.stdout
+    assert "--max-model-len 1024 at most" in answer.stdout
+    assert "Latest starts, by their logs" in answer.stdout
+    assert SECRET not in answer.stdout + answer.stderr
