@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 
 from oomwatch.config import Config
 from oomwatch.feed import NodeFeed
-from oomwatch.observations import EngineFacts, EngineUpdate, Observation, TargetRemoved
+from oomwatch.observations import EngineFacts, EngineUpdate, LogLine, Observation, TargetRemoved
 from oomwatch.snapshot import EMPTY, EngineView, Snapshot
 
 
@@ -53,3 +60,52 @@ def test_engines_from_before_a_restart_that_are_not_found_any_more_have_ended() 
         EngineUpdate(9.0, before[0].facts, gone=True),
         TargetRemoved(9.0, "vllm", "named-once"),
     ]
+
+
+WRITES = "import sys; print('ERROR 11-30 09:00:00 [x.py:1] EngineCore failed to start.', flush=True); sys.stdin.read()"
+
+
+@contextmanager
+def writing_to(log: Path) -> Iterator[int]:
+    """A process whose output goes to a file, after it has written a line."""
+    with log.open("a") as output:
+        size = log.stat().st_size
+        process = subprocess.Popen([sys.executable, "-c", WRITES], stdin=subprocess.PIPE, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 20
+        while log.stat().st_size == size and time.monotonic() < deadline:
+            time.sleep(0.01)
+        yield process.pid
+    finally:
+        process.communicate(b"", timeout=10)
+
+
+def test_the_log_of_an_engine_is_found_by_its_processes_and_followed_through_its_next_start(tmp_path: Path) -> None:
+    published: list[Observation] = []
+
+    def config(pid: int, enabled: bool = True) -> Config:
+        return Config.model_validate(
+            {
+                "engines": [{"name": "chat", "url": "http://127.0.0.1:1", "pids": [pid]}],
+                "engine_logs": {"enabled": enabled},
+                "nvml": {"enabled": False},
+                "discovery": {"enabled": False},
+            }
+        )
+
+    def told() -> int:
+        published.clear()
+        feed.read_log("chat")
+        return sum(isinstance(one, LogLine) for one in published)
+
+    log = tmp_path / "vllm.log"
+    with writing_to(log) as first:
+        feed = NodeFeed(config(first), published.append, lambda: EMPTY)
+        assert "log chat" in feed.jobs()
+        assert told() == 1
+    with writing_to(log) as second:
+        feed.configure(config(second))
+        assert told() == 1  # the same file goes on: nothing is told twice
+    feed.configure(config(second, enabled=False))
+    assert "log chat" not in feed.jobs()
+    feed.close()
