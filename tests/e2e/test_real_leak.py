@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import requests
 
+from tests.e2e.alert_chain import AlertChain
 from tests.e2e.conftest import StartEngine
 from tests.e2e.daemon import OomwatchDaemon
 from tests.e2e.engine import Completion, Load, VllmEngine
@@ -60,6 +61,8 @@ MOST_BATCHES = 8
 LONG_LOAD_REQUESTS, LONG_LOAD_CONCURRENCY, LONG_LOAD_TOKENS = 100, 12, 440
 HEALTHY_LONG_LOAD_REQUESTS = 24
 LOAD_TIMEOUT_S = 120.0
+
+NODE = "node"  # the instance, as Prometheus calls it
 
 Verdict = dict[str, Any]
 Change = tuple[str, str, float]
@@ -169,6 +172,14 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, vllm_venv: VllmVenv) -> Ite
 
 
 @pytest.fixture(scope="module")
+def chain(daemon: OomwatchDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AlertChain]:
+    """Prometheus, Alertmanager and a receiver behind the daemon."""
+    with AlertChain(tmp_path_factory.mktemp("chain"), "installed") as running:
+        running.scrape({NODE: f"127.0.0.1:{daemon.port}"})
+        yield running
+
+
+@pytest.fixture(scope="module")
 def refused(
     daemon: OomwatchDaemon, vllm_venv: VllmVenv, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[VllmEngine, Future[list[str]]]]:
@@ -235,6 +246,7 @@ def _oomwatch(*arguments: str | Path) -> str:
 
 @pytest.mark.real
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("chain")
 class TestALeakingServer:
     """Each test goes on where the one before stopped; the last one leaves the server in its deadlock."""
 
@@ -265,6 +277,15 @@ class TestALeakingServer:
         assert found["engine-stuck"]["incident"] == found["kv-block-leak"]["incident"] == incident
         assert requests.get(f"{watched.engine.url}/health", timeout=10).status_code == HTTPStatus.OK
         self.wait_until_counted(watched)
+
+    def test_was_told_once_as_a_ticket_and_once_as_a_page_until_its_deadlock(
+        self, watched: Watched, chain: AlertChain
+    ) -> None:
+        chain.wait_for(NODE, "page")
+        told = [one for one in chain.notifications(NODE) if one.labels.get("engine") == watched.name]
+        assert [(one.receiver, one.status, one.alerts) for one in told] == [
+            (receiver, "firing", ("OomwatchKvBlockLeak",)) for receiver in ("ticket", "page")
+        ]
 
     def test_goes_the_same_way_when_its_recording_is_replayed(self, watched: Watched, tmp_path: Path) -> None:
         config, recording = watched.daemon.config_path, tmp_path / "session.jsonl.gz"
