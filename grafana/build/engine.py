@@ -32,6 +32,7 @@ from grafana.build.queries import (
     RANKS,
     SUBJECT,
     Scope,
+    causes_first,
     of,
     unsilenced,
     with_index,
@@ -171,6 +172,7 @@ _verdicts = Row(
                     width=70,
                 ),
                 Column("", f"max by ({SUBJECT}, cause) ({V('oomwatch_verdict_symptom')})", shown=False),
+                Column("order", causes_first(f"max by ({SUBJECT}) ({WRONG})", V, SUBJECT), shown=False),
             ),
             {
                 "killer": "Killer",
@@ -182,7 +184,7 @@ _verdicts = Row(
                 "pid": "Pid",
                 "cause": "Symptom of",
             },
-            sort="State",
+            sort="order",
             order=(
                 "State",
                 "Verdict",

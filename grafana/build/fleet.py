@@ -18,7 +18,7 @@ from grafana.build.look import (
     VERMILLION,
 )
 from grafana.build.panels import Column, Query, bars, series, stat, table
-from grafana.build.queries import JOB, NODES, SUBJECT, Scope, of, or_zero, unsilenced, with_index
+from grafana.build.queries import JOB, NODES, SUBJECT, Scope, causes_first, of, or_zero, unsilenced, with_index
 from oomwatch.verdicts import KILLERS
 
 S = Scope(NODES)
@@ -153,6 +153,7 @@ _where = Row(
                 ),
                 Column("Time left", _of_raised(S("oomwatch_verdict_eta_seconds")), "s", decimals=0),
                 Column("", f"max by ({ABOUT}, cause) ({S('oomwatch_verdict_symptom')})", shown=False),
+                Column("order", causes_first(_of_raised(S("oomwatch_verdict_state")), S, ABOUT), shown=False),
             ),
             {
                 "instance": "Node",
@@ -166,7 +167,7 @@ _where = Row(
                 "cause": "Symptom of",
                 "job": "Job",
             },
-            sort="State",
+            sort="order",
             links={"Engine": (_to_engine,), "GPU": (_to_gpu,)},
             widths={"Node": 180, "Verdict": 180, "Rank": 70, "Pid": 90},
             order=(

@@ -206,14 +206,19 @@ def table(
     panel = _finished(
         panel, title, description, queries, "none", width, height, None, ((None, BLUE),), empty, instant=True, rows=True
     )
-    values = {f"Value #{letter}": column for letter, column in zip(string.ascii_uppercase, columns, strict=False)}
-    if len(columns) == 1:
-        values["Value"] = columns[0]
+    # Grafana names the values of a single query without its letter.
+    letters = [f"Value #{letter}" for letter in string.ascii_uppercase] if len(columns) > 1 else ["Value"]
+    values = dict(zip(letters, columns, strict=False))
     shown = {name: column.title for name, column in values.items() if column.shown}
     renamed = {**labels, **shown}
     places = {name: place for place, name in enumerate(order or (*labels.values(), *shown.values()))}
+    # By the name that the field has before it is hidden or gets its title.
+    by = next((name for name, title in renamed.items() if title == sort), "") or next(
+        name for name, column in values.items() if column.title == sort
+    )
     panel.transformations = [
         dashboard.DataTransformerConfig(id_val="merge", options={}),
+        dashboard.DataTransformerConfig(id_val="sortBy", options={"fields": {}, "sort": [{"field": by, "desc": True}]}),
         dashboard.DataTransformerConfig(
             id_val="organize",
             options={
@@ -221,9 +226,6 @@ def table(
                 "indexByName": {name: places[title] for name, title in renamed.items() if title in places},
                 "renameByName": renamed,
             },
-        ),
-        dashboard.DataTransformerConfig(
-            id_val="sortBy", options={"fields": {}, "sort": [{"field": sort, "desc": True}]}
         ),
     ]
     # Else Grafana writes what is said of the whole panel into every empty cell.

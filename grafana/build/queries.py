@@ -45,6 +45,12 @@ def worst(scope: Scope, *matchers: str, by: str = "") -> str:
     return f"max{grouped} {unsilenced(scope, *matchers)} or -max{grouped} ({unknown})"
 
 
+def causes_first(states: str, scope: Scope, about: str) -> str:
+    """What verdicts are sorted by: their state, and half a step less for a symptom."""
+    symptoms = f"max by ({about}) ({scope('oomwatch_verdict_symptom')})"
+    return f"{states} - on ({about}) 0.5 * {symptoms} or {states}"
+
+
 def or_zero(expr: str, witness: str) -> str:
     """0 where there is none of it, as long as the witness is there; without the witness nothing."""
     return f"({expr}) or 0 * count({witness})"
