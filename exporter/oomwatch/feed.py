@@ -332,11 +332,13 @@ class NodeFeed:
             if place is None and engine.log is not None:
                 return
         old = engine.log
-        if old is not None and place is not None and old.follows_the_same(place):
+        text = self._config.history.log_text
+        if old is not None and place is not None and old.keep_text == text and old.follows_the_same(place):
             return
         engine.log = None
         if place is not None:
-            engine.log = EngineLogSource(engine.facts.name, place, self._places, self._publish, self._clock)
+            name, publish = engine.facts.name, self._publish
+            engine.log = EngineLogSource(name, place, self._places, publish, self._clock, keep_text=text)
         if old is not None:
             old.close()
 

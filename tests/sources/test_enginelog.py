@@ -200,6 +200,18 @@ def test_nothing_of_the_text_is_published(log: Path, source: Source) -> None:
     assert SECRET not in repr(source.told)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_raw_lines_of_what_was_read_are_given_only_where_they_are_asked_for(log: Path, keep: bool) -> None:
+    log.write_text(NOISE + at(POOL))
+    told: list[Observation] = []
+    source = EngineLogSource("chat", File(str(log)), Places(), told.append, clock=lambda: NOW, keep_text=keep)
+    source.read()
+    append(log, NOISE + at(FAILED))
+    source.close()
+    texts = [one.line for one in told if isinstance(one, LogLine)]
+    assert texts == ([at(POOL).rstrip(), at(FAILED).rstrip()] if keep else [None, None])
+
+
 # --- containers --------------------------------------------------------------------------------------------------
 
 CONTAINER = "f" * 64
@@ -212,7 +224,7 @@ def test_docker_s_json_file_is_read(tmp_path: Path) -> None:
     path.write_text("")
     source = Source(ContainerFile(CONTAINER[:12]), Places(docker=tmp_path, kubernetes=tmp_path / "none"))
     assert source.read() == []
-    lines = (at(POOL), '  File "/x.py", line 1, in load_model\n', at(FAILED))
+    lines = (at(POOL), 'ERROR 11-30 09:00:00 [x.py:1]   File "/x.py", line 1, in load_model\n', at(FAILED))
     append(
         path,
         "".join(json.dumps({"log": line, "stream": "stderr", "time": "2026-11-30T09:00:00Z"}) + "\n" for line in lines),

@@ -11,9 +11,9 @@ from oomwatch.enginelog.reader import parse
 from oomwatch.observations import EngineFacts, LogLine
 
 
-def line_of(t: float, engine: str, entry: Entry) -> LogLine:
-    """The observation at ``t`` of an entry of an engine's log."""
-    return LogLine(t, engine, event=entry.event.name, fields=plain(entry))
+def line_of(t: float, engine: str, entry: Entry, text: str | None = None) -> LogLine:
+    """The observation at ``t`` of an entry of an engine's log, with its raw text where that was asked for."""
+    return LogLine(t, engine, line=text, event=entry.event.name, fields=plain(entry))
 
 
 def entry_of(line: LogLine) -> Entry | None:

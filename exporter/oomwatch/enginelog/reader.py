@@ -139,7 +139,12 @@ def last_clock(data: bytes) -> float | None:
 
 
 class Reader:
-    """Cuts a stream of bytes into lines and parses those that may say something. One stream, one reader."""
+    """Cuts a stream of bytes into lines and parses those that may say something. One stream, one reader.
+
+    ``line`` is the raw line of the entry that was given last, for those who were asked to keep it.
+    """
+
+    line = b""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -157,7 +162,9 @@ class Reader:
             self._keep(data[:begin])
             yield from self._parsed(self._rest)
         self._rest, self._too_long = b"", False
-        yield from _entries(data, begin, end)
+        for entry, start, stop in _entries(data, begin, end):
+            self.line = data[start:stop]
+            yield entry
         self._keep(data[end:])
 
     def finish(self) -> Iterator[Entry]:
@@ -170,16 +177,16 @@ class Reader:
             self._rest += part[: LONGEST_LINE - len(self._rest)]
             self._too_long = len(self._rest) >= LONGEST_LINE
 
-    @staticmethod
-    def _parsed(line: bytes) -> Iterator[Entry]:
+    def _parsed(self, line: bytes) -> Iterator[Entry]:
+        self.line = line
         entry = parse(line)
         if entry is not None:
             yield entry
 
 
-def _entries(data: bytes, begin: int, end: int) -> Iterator[Entry]:
-    """The events of the lines of ``data`` between two places, in order."""
-    found: dict[int, Entry] = {}
+def _entries(data: bytes, begin: int, end: int) -> Iterator[tuple[Entry, int, int]]:
+    """The entries of the lines of ``data`` between two places, in order, each with its line's beginning and end."""
+    found: dict[int, tuple[Entry, int, int]] = {}
     for marker, shapes in _BY_MARKER.items():
         at = data.find(marker, begin, end)
         while at >= 0:
@@ -187,7 +194,7 @@ def _entries(data: bytes, begin: int, end: int) -> Iterator[Entry]:
             start = max(data.rfind(b"\n", begin, at) + 1, begin)
             entry = _parse(data[start : min(stop, start + LONGEST_LINE)], shapes)
             if entry is not None:
-                found.setdefault(start, entry)
+                found.setdefault(start, (entry, start, stop))
             at = data.find(marker, stop, end)
     for start in sorted(found):
         yield found[start]

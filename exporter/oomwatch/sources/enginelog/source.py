@@ -22,6 +22,7 @@ _HISTORY_KEPT = 2000  # entries of what was written before
 _YEAR = 366 * 86400.0
 _TAIL = 64 * 1024  # of a piece, in which its last clock is looked for
 _WAIT_TO_CLOSE = 2.0
+_LONGEST_TEXT = 4096  # bytes of a raw line
 _STEPS_KEPT = 64
 
 
@@ -39,15 +40,18 @@ class EngineLogSource:
         places: Places,
         publish: Callable[[Observation], None],
         clock: Callable[[], float] = time.time,
+        *,
+        keep_text: bool = False,
     ) -> None:
         self.place = place
+        self.keep_text = keep_text
         self._engine = engine
         self._places = places
         self._publish = publish
         self._clock = clock
         self._followed: FollowedFile | FollowedJournal | None = None
         self._reader = Reader()
-        self._history: deque[Entry] = deque(maxlen=_HISTORY_KEPT)
+        self._history: deque[tuple[Entry, str | None]] = deque(maxlen=_HISTORY_KEPT)
         self._history_age = 0.0
         self._last_clock: float | None = None
         self._loaded = False
@@ -139,14 +143,18 @@ class EngineLogSource:
             found = last_clock(piece.data[-_TAIL:])
             self._last_clock = found if found is not None else self._last_clock
             self._history_age = piece.age
-            self._history.extend(entries)
+            self._history.extend((entry, self._text()) for entry in entries)
             return 0
         count = 0
         for entry in entries:
             if self._matters(entry):
-                self._publish(line_of(self._clock(), self._engine, entry))
+                self._publish(line_of(self._clock(), self._engine, entry, self._text()))
                 count += 1
         return count
+
+    def _text(self) -> str | None:
+        """The raw text of the entry that the reader gave last, where it is to be kept."""
+        return self._reader.line[:_LONGEST_TEXT].decode(errors="replace").rstrip() if self.keep_text else None
 
     def _tell_history(self) -> None:
         """What was written before: each line as old as its clock says against the last line, written when the file was.
@@ -154,13 +162,13 @@ class EngineLogSource:
         The log's time zone is not known, and need not be.
         """
         history, self._history = self._history, deque(maxlen=_HISTORY_KEPT)
-        for entry in history:
+        for entry, text in history:
             age = self._history_age
             if entry.clock is not None and self._last_clock is not None:
                 before = self._last_clock - entry.clock
                 age += before if before >= 0 else before + _YEAR if before < -_YEAR / 2 else 0.0
             if self._matters(entry):
-                self._publish(line_of(self._clock(), self._engine, replace(entry, age=age)))
+                self._publish(line_of(self._clock(), self._engine, replace(entry, age=age), text))
 
     def _matters(self, entry: Entry) -> bool:
         """Of periodic statistics the first says that the engine serves; of a traceback each telling line once."""
