@@ -189,6 +189,20 @@ def test_a_node_that_does_not_answer_is_the_worst(server: Server) -> None:
     assert states["healthy:18666"] <= 1
 
 
+def test_a_number_and_one_that_cannot_be_read_are_told_apart(server: Server) -> None:
+    (panel,) = (panel for panel in panels("oomwatch-gpu") if panel["title"] == "Free now")
+    words = panel["fieldConfig"]["defaults"]["mappings"][0]["options"]
+
+    def shown(story: str) -> float:
+        chosen = view(server, "oomwatch-gpu", f"{story}:18666").values
+        (found,) = server.query(filled(panel["targets"][0]["expr"], chosen), instant=True)
+        return float(found["value"][1])
+
+    assert shown("healthy") > 1024**3
+    assert shown("lost") == -2
+    assert (words["-2"]["text"], words["-1"]["text"]) == ("cannot be read", "not supported")
+
+
 def test_a_fleet_is_shown_at_once(answers: Answers, server: Server) -> None:
     everywhere = {"job": JOB, "instance": ".+"}
     for uid in ("oomwatch-fleet", "oomwatch-self"):
