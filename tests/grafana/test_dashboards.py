@@ -17,6 +17,7 @@ import yaml
 from click.testing import CliRunner
 from promql_parser import Call, MatrixSelector, VectorSelector
 
+from oomwatch.notify import Place
 from tests.alerts.promql import labels_of, nodes, rules, selectors, series
 from tests.grafana.dashboards import (
     FOLDER,
@@ -443,6 +444,16 @@ def test_alerts_lead_to_dashboards_and_fill_their_variables() -> None:
             assert set(re.findall(r"var-(\w+)=", query)) <= {variable["name"] for variable in variables(uid)}
             led.add(uid)
     assert {"oomwatch-engine", "oomwatch-gpu"} <= led
+
+
+def test_the_daemons_own_notifications_lead_there_too() -> None:
+    place = Place({"instance": "node-1:18666", "job": "oomwatch"}, "http://node-1:18666/", grafana="https://graphs")
+    for about in ("engine", "gpu"):
+        labels = {"alertname": "OomwatchKvBlockLeak", "instance": "node-1:18666", about: "one"}
+        address = urlsplit(place.links(labels)["dashboard"])
+        uid = address.path.rpartition("/")[2]
+        assert uid == f"oomwatch-{about}"
+        assert variables_given(address.query) <= {variable["name"] for variable in variables(uid)}
 
 
 # --- annotations -----------------------------------------------------------------------------------------------------
