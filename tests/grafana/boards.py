@@ -1,93 +1,44 @@
-"""The dashboards as they are committed, for tests: their panels, queries and variables."""
+"""The dashboards as they are committed, and how a viewer draws one of them in a story."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDER = REPOSITORY / "grafana" / "dashboards"
-UIDS = ("oomwatch-fleet", "oomwatch-engine", "oomwatch-gpu", "oomwatch-self")
+from oomwatch.demo.machine import Machine
+from tests.grafana.seeded import DASHBOARDS, END, Tale
+from tests.grafana.viewer import Panel, Viewer
 
-# What stands for the variables where a query is only read.
-EXAMPLES: Mapping[str, str] = {
-    "datasource": "prometheus",
-    "job": "oomwatch",
-    "instance": "node-1:18666",
-    "engine": "chat",
-    "rank": "0",
-    "gpu": "GPU-0",
-}
-TIMES: Mapping[str, str] = {"__rate_interval": "8m", "__interval": "2m", "__range": "6h"}
+LAPTOP, WIDE = 1280, 1920
+BOARDS = ("fleet", "engine", "gpu", "self")
+# Whom a story is about, where it is not about llama-70b and the first GPU.
+ENGINES = {"memory-leak": "mistral-7b", "lost": "qwen-7b", "restart": "qwen-7b"}
+GPUS = {"memory-leak": 3, "lost": 3, "orphan": 1}
+UUIDS = [gpu.uuid for gpu in Machine(1, float).gpus]
 
 
-@dataclass(frozen=True)
-class Target:
-    """One query of a panel, a variable or an annotation."""
-
-    board: str
-    where: str
-    expr: str
-    instant: bool = False
+def board(name: str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((DASHBOARDS / f"oomwatch-{name}.json").read_text(encoding="utf-8"))
+    return read
 
 
-@cache
-def board(uid: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((FOLDER / f"{uid}.json").read_text(encoding="utf-8"))
-    return found
+def chosen(name: str, tale: Tale) -> dict[str, str]:
+    """The variables' values, as the links from an alert about this story would set them."""
+    values = {"instance": tale.instance}
+    if name == "engine":
+        values["engine"] = ENGINES.get(tale.story, "llama-70b")
+    if name == "gpu":
+        values["gpu"] = UUIDS[GPUS.get(tale.story, 0)]
+    return values
 
 
-def panels(uid: str) -> list[dict[str, Any]]:
-    """Without rows."""
-    return [panel for panel in board(uid)["panels"] if panel["type"] != "row"]
-
-
-def variables(uid: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = board(uid)["templating"]["list"]
-    return found
-
-
-def marks(uid: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = board(uid)["annotations"].get("list", [])
-    return found
-
-
-def targets(uid: str) -> Iterator[Target]:
-    """Every query of the panels."""
-    for panel in panels(uid):
-        for target in panel.get("targets", []):
-            yield Target(uid, f"{panel['title']}, {target['refId']}", target["expr"], target["instant"])
-
-
-def questions(uid: str) -> Iterator[Target]:
-    """Every query of panels, annotations and variables, a variable's function taken off."""
-    yield from targets(uid)
-    for annotation in marks(uid):
-        yield Target(uid, f"annotation {annotation['name']}", annotation["expr"])
-    for variable in variables(uid):
-        if variable["type"] == "query":
-            yield Target(uid, f"variable {variable['name']}", asked(variable["query"]), instant=True)
-
-
-def asked(query: str) -> str:
-    """The PromQL of a variable's query."""
-    found = re.fullmatch(r"label_values\((.*), *\w+\)|query_result\((.*)\)", query)
-    assert found, query
-    return found[1] or found[2]
-
-
-def filled(expr: str, values: Mapping[str, str] = EXAMPLES, times: Mapping[str, str] = TIMES) -> str:
-    """The query as Grafana would send it; several values are given as a pattern."""
-    known = {**times, **values}
-
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
-        assert name in known, f"${name} in {expr}"
-        return known[name]
-
-    return re.sub(r"\$\{(\w+)(?::\w+)?\}|\$(\w+)", value, expr)
+def show(viewer: Viewer, name: str, tale: Tale, theme: str = "dark") -> list[Panel]:
+    return viewer.show(
+        board(name),
+        begin=tale.begin,
+        end=END,
+        variables=chosen(name, tale),
+        scrape_interval=tale.interval,
+        width=LAPTOP,
+        theme=theme,
+    )
