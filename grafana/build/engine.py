@@ -389,7 +389,7 @@ _device = Row(
                     filled=True,
                 ),
                 Query(
-                    EG("oomwatch_verdict_eta_seconds", 'verdict="gpu-memory-leak"'),
+                    EG("oomwatch_verdict_eta_seconds", 'verdict=~"gpu-memory-leak|unaccounted-growth"'),
                     "pid {{pid}} time left",
                     colour=VERMILLION,
                     unit="s",
