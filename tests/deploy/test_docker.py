@@ -62,9 +62,8 @@ def test_the_user_of_the_image_is_the_one_that_kubernetes_runs_it_as() -> None:
     user, _, group = last_stage()["USER"].partition(":")
     context = pod["securityContext"]
     assert (context["runAsUser"], context["runAsGroup"]) == (int(user), int(group))
-    command = pod["initContainers"][0]["command"]
-    assert command[command.index("-o") + 1] == user
-    assert command[command.index("-g") + 1] == group
+    script = pod["initContainers"][0]["command"][-1]
+    assert re.findall(r"-o (\S+) -g (\S+)", script) == [(user, group)] * script.count("install -d")
 
 
 def test_its_port_is_the_daemons() -> None:
