@@ -96,10 +96,10 @@ QUOTED = [
     "INFO 11-30 09:00:00 [logger.py:43] Received request cmpl-1: prompt: 'EngineCore failed to start.', params: x",
     'INFO 11-30 09:00:00 [logger.py:43] Received request cmpl-1: prompt: "Available KV cache memory: 9 GiB", params: x',
     (
-        "ERROR 11-30 09:00:00 [x.py:1] RuntimeError: Worker failed with error 'CUDA out of memory. Tried to "
-        "allocate 1.00 "
-        "GiB. GPU 0 has a total capacity of 2.00 GiB of which 0.50 GiB is free.'"
+        "INFO 11-30 09:00:00 [logger.py:43] Received request cmpl-1: prompt: 'OutOfMemoryError(\"CUDA out of memory. "
+        "Tried to allocate 1.00 GiB'"
     ),
+    "ERROR 11-30 09:00:00 [x.py:1] the prompt 'an Error( CUDA error: out of memory' was refused",
     '{"message": "Received request cmpl-1: prompt: \'Application startup complete.\'"}',
     '{"prompt": "Application startup complete."}',
 ]

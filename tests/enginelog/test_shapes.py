@@ -263,6 +263,21 @@ LINES: list[tuple[str, Event]] = [
     ),
     ("RuntimeError: CUDA error: out of memory", OutOfMemory()),
     ("torch.OutOfMemoryError: CUDA out of memory.", OutOfMemory()),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU", OutOfMemory(2 * GIB)),
+    (
+        (
+            "OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 "
+            "GiB of which 1.00 GiB is free.')"
+        ),
+        OutOfMemory(2 * GIB, GIB, 24 * GIB, 0),
+    ),
+    (
+        (
+            "RuntimeError: Worker failed with error 'CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
+            "capacity of 24.00 GiB of which 1.00 GiB is free.', please check the stack trace above for the root cause"
+        ),
+        OutOfMemory(2 * GIB, GIB, 24 * GIB, 0),
+    ),
     ("NCCL WARN Cuda failure 2 'out of memory'", OutOfMemory()),
     ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", OutOfMemory()),
     (

@@ -23,6 +23,7 @@ _LONGEST_HEAD = 512  # of what may stand before a sentence: prefixes, a logger's
 _ESCAPE = b"\x1b["
 _COLOURS = re.compile(rb"\x1b\[[\d;]*m")
 _PROCESS = re.compile(rb"\(([A-Za-z]\w*?)((?:_(?:[A-Z]+)?\d+)*)(?:-(\d+))?(?: rank=(\d+))? pid=(\d+)[^()]*\)")
+_QUOTED_ERROR = re.compile(rb"(?:\w(?:Error|Exception)\(|failed with error )['\"]")
 _PLACES = re.compile(rb"_([A-Z]+)?(\d+)")
 _CLOCK = re.compile(rb"(?<!\d)(?:\d{4}-)?(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)")
 _ROLES = {
@@ -94,8 +95,14 @@ def _parse_json(line: bytes) -> Entry | None:
 
 
 def _may_begin(line: bytes, at: int) -> bool:
-    """Whether a sentence around ``at`` is a logger's or an exception's: text of a request is quoted, or far behind."""
-    return at <= _LONGEST_HEAD and line.find(b"'", 0, at) < 0 and line.find(b'"', 0, at) < 0
+    """Whether a sentence around ``at`` is a logger's or an exception's: text of a request is quoted, or far behind.
+
+    An exception that is shown as Python does, or told on by another process, quotes its own sentence.
+    """
+    if at > _LONGEST_HEAD:
+        return False
+    quotes = line.count(b"'", 0, at) + line.count(b'"', 0, at)
+    return not quotes or (quotes == 1 and _QUOTED_ERROR.search(line, 0, at) is not None)
 
 
 def _entry(event: Event, head: bytes) -> Entry:

@@ -363,8 +363,8 @@ TABLE: tuple[Shape, ...] = (
     Shape(
         OutOfMemory,
         b"out of memory",
-        r"(?:CUDA|HIP|XPU|NPU) (?:driver )?[Ee]rror: out of memory|OutOfMemoryError: (?:CUDA|HIP|XPU|NPU) out of memory"
-        r"(?!\. Tried to allocate [\d.]+ \w+(?:\. GPU| \(GPU))",
+        r"(?:CUDA|HIP|XPU|NPU) (?:driver )?[Ee]rror: out of memory|"
+        r"OutOfMemoryError(?:: |\(['\"])(?:CUDA|HIP|XPU|NPU) out of memory(?:\. Tried to allocate {wanted:size})?",
     ),
     Shape(OutOfMemory, b"Cuda failure", r"Cuda failure(?: \d+)? 'out of memory'", raw=True),
     Shape(OutOfMemory, b"CUBLAS_STATUS_ALLOC_FAILED", r"CUBLAS_STATUS_ALLOC_FAILED"),
