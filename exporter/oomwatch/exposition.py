@@ -6,6 +6,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
@@ -448,8 +449,10 @@ def _put_engine(page: _Page, engine: EngineView, places: _Places) -> None:
 def _put_log(page: _Page, engine: EngineView) -> None:
     """What the engine's log told: of its latest start while that goes on, and how often the allocator ran out."""
     name, start = engine.name, engine.startup
-    for killer, when, count in engine.ran_out:
-        page.put("oomwatch_engine_out_of_memory_total", count, name, killer, when)
+    if start is not None or engine.ran_out:
+        counts = dict.fromkeys(product(("capacity", "fragmentation"), ("startup", "runtime")), 0)
+        for (killer, when), count in (counts | {(k, w): count for k, w, count in engine.ran_out}).items():
+            page.put("oomwatch_engine_out_of_memory_total", count, name, killer, when)
     if start is None:
         return
     page.put("oomwatch_engine_startup_timestamp_seconds", start.since, name)

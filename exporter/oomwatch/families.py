@@ -748,7 +748,7 @@ def _logs() -> Iterator[Family]:
         "vLLM's log",
         kind="counter",
         labels=("engine", "killer", "when"),
-        absent="no log of the engine is read, or it told of none",
+        absent="no log of the engine is read",
     )
 
 
