@@ -300,7 +300,11 @@ def report(found: Results) -> str:
         if families:
             parts += [f"### {rule}, by family", score.family_table(families)]
             parts += [f"### {rule}: what else fires during a fault", score.confusion_table(outcomes, rule)]
-    apart = score.scores(outcomes, apart=True)
+    apart = {
+        (rule, fault): found_apart
+        for (rule, fault), found_apart in score.scores(outcomes, apart=True).items()
+        if rule in rules and found_apart.faults
+    }
     if apart:
         parts += [f"### Apart: {', '.join(sorted(APART))}", score.table(apart)]
     if any(outcome.others for outcome in outcomes):

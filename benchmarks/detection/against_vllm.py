@@ -75,7 +75,7 @@ class Case:
 CASES = (
     Case("calm: a third of the pool", 900, 400, 0.12),
     Case("busy: the batch is full and requests wait", 900, 400, 0.6),
-    Case("overfull: requests push each other out", 900, 90, 0.25),
+    Case("overfull: requests push each other out", 250, 60, 0.3),
 )
 
 
