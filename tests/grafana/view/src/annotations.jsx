@@ -1,34 +1,26 @@
 // Events as dashed lines, and those that last as a tint, as Grafana's time series panel draws them.
-import { useLayoutEffect, useMemo, useRef } from 'react';
+import { useLayoutEffect } from 'react';
 import { colorManipulator } from '@grafana/data';
-import { useTheme2 } from '@grafana/ui';
 
 const values = (frame, name) => frame.fields.find((field) => field.name === name)?.values ?? [];
 
-export function Annotations({ config, frames }) {
-  const theme = useTheme2();
-  const plot = useRef(null);
-  const current = useRef([]);
-  current.current = useMemo(
-    () =>
-      frames.flatMap((frame) =>
-        values(frame, 'time').map((time, i) => ({
-          time,
-          end: values(frame, 'isRegion')[i] ? values(frame, 'timeEnd')[i] : time,
-          colour: theme.visualization.getColorByName(values(frame, 'color')[i] || 'blue'),
-        }))
-      ),
-    [frames, theme]
+export const eventsOf = (frames, theme) =>
+  frames.flatMap((frame) =>
+    values(frame, 'time').map((time, i) => ({
+      time,
+      end: values(frame, 'isRegion')[i] ? values(frame, 'timeEnd')[i] : time,
+      colour: theme.visualization.getColorByName(values(frame, 'color')[i] || 'blue'),
+    }))
   );
+
+export function Annotations({ config, events }) {
   useLayoutEffect(() => {
-    config.addHook('init', (made) => { plot.current = made; });
-    config.addHook('destroy', () => { plot.current = null; });
     config.addHook('draw', ({ ctx, bbox, valToPos }) => {
       ctx.save();
       ctx.beginPath();
       ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
       ctx.clip();
-      for (const { time, end, colour } of current.current) {
+      for (const { time, end, colour } of events) {
         const [left, right] = [time, end].map((t) => valToPos(t, 'x', true));
         ctx.fillStyle = colorManipulator.alpha(colour, 0.1);
         ctx.fillRect(left, bbox.top, right - left, bbox.height);
@@ -45,7 +37,5 @@ export function Annotations({ config, frames }) {
       ctx.restore();
     });
   }, [config]);
-  // Events may come after the data.
-  useLayoutEffect(() => plot.current?.redraw(false), [frames]);
   return null;
 }

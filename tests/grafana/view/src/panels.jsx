@@ -12,7 +12,7 @@ import {
 } from '@grafana/data';
 import { BarGauge, BigValue, TimeSeries, VizRepeater, useTheme2 } from '@grafana/ui';
 import { TableNG } from '@grafana/ui/unstable';
-import { Annotations } from './annotations.jsx';
+import { Annotations, eventsOf } from './annotations.jsx';
 import { ownOptions } from './registries.js';
 
 const GRAPH = {
@@ -35,14 +35,26 @@ function Empty({ fieldConfig }) {
 const filled = (frames) => frames.filter((frame) => frame.length > 0);
 
 function Graph({ data, width, height, timeRange, timeZone, options, fieldConfig }) {
+  const events = eventsOf(data.annotations ?? [], useTheme2());
   const frames = filled(data.series).filter((frame) => frame.fields.some((field) => field.type === FieldType.time));
   if (!frames.length) {
     return <Empty fieldConfig={fieldConfig} />;
   }
   const legend = { displayMode: 'list', placement: 'bottom', showLegend: true, calcs: [], ...options.legend };
+  // Events may come after the data: then all is drawn anew.
   return (
-    <TimeSeries frames={frames} structureRev={data.structureRev} width={width} height={height} timeRange={timeRange} timeZone={timeZone} legend={legend} options={options}>
-      {(config) => <Annotations config={config} frames={data.annotations ?? []} />}
+    <TimeSeries
+      key={JSON.stringify(events)}
+      frames={frames}
+      structureRev={data.structureRev}
+      width={width}
+      height={height}
+      timeRange={timeRange}
+      timeZone={timeZone}
+      legend={legend}
+      options={options}
+    >
+      {(config) => <Annotations config={config} events={events} />}
     </TimeSeries>
   );
 }
@@ -161,7 +173,7 @@ const coloured = (mode, defaults) => ({
 });
 
 export const plugins = {
-  timeseries: new PanelPlugin(Graph).useFieldConfig(coloured(FieldColorModeId.PaletteClassic, GRAPH)),
+  timeseries: new PanelPlugin(Graph).useFieldConfig(coloured(FieldColorModeId.PaletteClassic, GRAPH)).setDataSupport({ annotations: true, alertStates: true }),
   stat: new PanelPlugin(Stat).useFieldConfig(coloured(FieldColorModeId.Thresholds)),
   bargauge: new PanelPlugin(Bars).useFieldConfig(coloured(FieldColorModeId.Thresholds)),
   table: new PanelPlugin(Table).useFieldConfig(coloured(FieldColorModeId.Thresholds, CELL)),
