@@ -10,7 +10,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Iterator
-from datetime import datetime
+from functools import lru_cache
 from typing import IO
 
 from oomwatch.enginelog.events import Entry, Event, Origin
@@ -26,6 +26,7 @@ _PROCESS = re.compile(rb"\(([A-Za-z]\w*?)((?:_(?:[A-Z]+)?\d+)*)(?:-(\d+))?(?: ra
 _QUOTED_ERROR = re.compile(rb"(?:\w(?:Error|Exception)\(|failed with error )['\"]")
 _PLACES = re.compile(rb"_([A-Z]+)?(\d+)")
 _CLOCK = re.compile(rb"(?<!\d)(?:\d{4}-)?(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)")
+_DAYS_BEFORE = (0, 31, 60, 91, 121, 152, 182, 213, 244, 274, 305, 335)  # the months of a leap year
 _ROLES = {
     b"APIServer": "api_server",
     b"ApiServer": "api_server",
@@ -106,9 +107,10 @@ def _may_begin(line: bytes, at: int) -> bool:
 
 
 def _entry(event: Event, head: bytes) -> Entry:
-    return Entry(event, _origin(head), _clock(head))
+    return Entry(event, _origin(head[: head.rfind(b")") + 1]), _clock(head))
 
 
+@lru_cache(maxsize=256)
 def _origin(head: bytes) -> Origin:
     prefixes = _PROCESS.findall(head)
     if not prefixes:
@@ -132,11 +134,9 @@ def _clock(head: bytes) -> float | None:
     if found is None:
         return None
     month, day, hour, minute, second = map(int, found.groups())
-    try:
-        moment = datetime(2000, month, day, hour, minute, second)  # noqa: DTZ001 (a leap year without a zone)
-    except ValueError:
+    if not 1 <= month <= len(_DAYS_BEFORE):
         return None
-    return (moment - datetime(2000, 1, 1)).total_seconds()  # noqa: DTZ001 (a leap year without a zone)
+    return float((((_DAYS_BEFORE[month - 1] + day - 1) * 24 + hour) * 60 + minute) * 60 + second)
 
 
 def last_clock(data: bytes) -> float | None:
