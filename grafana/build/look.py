@@ -61,6 +61,15 @@ def mapping(words: Mapping[float, tuple[str, str]]) -> dashboard.ValueMap:
     )
 
 
+NOTHING = dashboard.SpecialValueMap(
+    options=dashboard.DashboardSpecialValueMapOptions(
+        match=dashboard.SpecialValueMatch.NULL_AND_NAN,
+        result=dashboard.ValueMappingResult(text="-", color=GREY),
+    )
+)
+"""An empty cell among coloured ones: not in the colour of what is well."""
+
+
 def thresholds(*steps: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
     """Colours from a value on; the first one's value is None."""
     return dashboard.ThresholdsConfig(

@@ -18,7 +18,7 @@ from grafana_foundation_sdk.builders import timeseries as many_series
 from grafana_foundation_sdk.models import common, dashboard, prometheus
 
 from grafana.build.board import SOURCE
-from grafana.build.look import BLUE, ORDER, PLAIN, STATES, mapping, thresholds
+from grafana.build.look import BLUE, NOTHING, ORDER, PLAIN, STATES, mapping, thresholds
 
 NONE = "-"
 """What an empty cell of a table shows."""
@@ -312,7 +312,7 @@ def _drawn(query: Query) -> dict[str, object]:
 def _cell(column: Column) -> dict[str, object]:
     found: dict[str, object] = {"unit": column.unit}
     if column.words:
-        found["mappings"] = [mapping(column.words)]
+        found["mappings"] = [mapping(column.words), NOTHING]
         found["custom.cellOptions"] = {"type": "color-background", "mode": "basic"}
     if column.width:
         found["custom.width"] = column.width
