@@ -880,11 +880,11 @@ def _budgets() -> Iterator[Family]:
     )
     yield family(
         "oomwatch_engine_device_memory_configured_bytes",
-        "Device memory of the engine's weights or kv_pool on one GPU, as an operator stated it; the rest is overhead.",
-        "the configuration, else vllm:cache_config_info",
+        "Device memory of the engine's weights or kv_pool on one GPU, as stated or logged; the rest is overhead.",
+        "the configuration, vLLM's log, or vllm:cache_config_info",
         cadence=EVERY_SCRAPE,
         labels=("engine", "component"),
-        absent="neither the configuration nor the page tells",
+        absent="neither the configuration, the log nor the page tells",
     )
 
 
