@@ -11,7 +11,7 @@ SHARED_OUT := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help run test lint format docs golden vllm clean
+.PHONY: help run test lint format docs golden vllm view clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ help: ## Show the targets
 run: $(VENV)/.run ## Set up if needed and start the daemon with no configuration
 	$(BIN)/oomwatch run
 
-test: lint vllm ## Set up if needed, then every check; pytest comes last
+test: lint vllm view ## Set up if needed, then every check; pytest comes last
 	$(BIN)/pytest $(SHARED_OUT)
 
 lint: $(VENV)/.dev ## Check style and types
@@ -44,6 +44,10 @@ golden: $(VENV)/.dev ## Write the expected outputs of the tests anew; review the
 vllm: $(VENV)/.dev ## Make the real vLLM that the tests start, in .cache
 	@$(BIN)/python -m tests.e2e.vllm_setup || { \
 	  [ "$$OOMWATCH_TESTS_REQUIRE" != all ] && echo 'Going on without it: the tests with a real vLLM will be skipped.' >&2; }
+
+view: $(VENV)/.dev ## Build the page that draws the dashboards in the tests, in .cache
+	@$(BIN)/python -m tests.grafana.view_setup || { \
+	  [ "$$OOMWATCH_TESTS_REQUIRE" != all ] && echo 'Going on without it: the dashboards will not be drawn.' >&2; }
 
 clean: ## Remove .venv and what the tools keep; the vLLM of the tests in .cache stays
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
