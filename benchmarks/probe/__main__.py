@@ -1,7 +1,8 @@
 """What the probe costs: ``python -m benchmarks.probe``.
 
-Two real vLLM servers on the CPU, one with the probe and one without, serve the same load in turn. Then each part of the
-probe by itself, in a process without vLLM. Writes RESULTS.md beside this file. Needs the vLLM of the tests.
+vLLM's scheduler with the probe and without, in turn; then two real servers on the CPU, one with it and one without;
+then each part of the probe by itself, in a process without vLLM. Writes RESULTS.md beside this file. Needs the vLLM of
+the tests.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any
 
 import requests
 
-from tests.e2e.engine import MODEL_NAME, Role, VllmEngine
-from tests.e2e.model import FIRST_BYTE_TOKEN
+from tests.e2e.engine import CPU_ENVIRONMENT, MODEL_NAME, Role, VllmEngine
+from tests.e2e.model import FIRST_BYTE_TOKEN, ensure_tiny_model
 from tests.e2e.probe import SOURCE, install_probe
 from tests.e2e.tools import require_vllm
 
@@ -37,9 +38,11 @@ THREAD_NAME = "oomwatch-probe"
 HOW = """\
 ## How
 
-- Two servers of vLLM 0.32.0 on the CPU with the tiny model of the tests run at the same time and take turns, {rounds}
-  of each, the first of a pair alternating. A turn is {requests} requests of {tokens} tokens at once, and then one
-  stream of {stream} tokens. All columns are medians; the ratio is that of the pairs.
+- The scheduler is that of vLLM 0.32.0, driven without a worker: the same loads of 6 requests in turn with the probe's
+  calls around it and without, 120 times each, the first of a pair alternating. The model's part of a step comes on top.
+- Servers, {rounds} rounds (0: left out): two of vLLM 0.32.0 on the CPU with the tiny model of the tests, at the same
+  time and in turn, the first of a pair alternating. A turn is {requests} requests of {tokens} tokens at once, and then one
+  stream of {stream} tokens. All columns are medians; ratio and difference are those of the pairs.
 - The undisturbed step is the time from a token of the stream to the next that a tenth of them stay below: what else the
   machine does moves it least. A large model's step is many times longer, and the probe's part of it the same.
 - The parts: a process without vLLM, a pool filled with requests of 400 blocks. Memory is RssAnon with thread and file,
@@ -128,45 +131,71 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
     return statistics.median(ratios), medians[250], medians[-251]
 
 
-def parts() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as run:
+def run(python: Path, module: str, *arguments: str, interval_s: float) -> dict[str, Any]:
+    """What a program prints that has the probe on its path, and prints JSON."""
+    with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ,
-            "PYTHONPATH": str(SOURCE),
-            "OOMWATCH_PROBE_DIR": run,
-            "OOMWATCH_PROBE_INTERVAL": "0.2",
+            **CPU_ENVIRONMENT,
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(SOURCE)]),
+            "OOMWATCH_PROBE_DIR": folder,
+            "OOMWATCH_PROBE_INTERVAL": str(interval_s),
         }
-        command = [sys.executable, "-m", "benchmarks.probe.parts"]
+        command = [str(python), "-W", "ignore", "-m", module, *arguments]
         answer = subprocess.run(
             command, env=environment, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True, timeout=300
         )
-    found: dict[str, Any] = json.loads(answer.stdout)
+    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
     return found
 
 
-def report(rounds: int, found: tuple[list[Round], list[Round], float], costs: dict[str, Any]) -> str:
-    without, probed, share = found
+def added(without: list[float], probed: list[float]) -> list[str]:
+    """What the probe adds to a step of the scheduler's thread."""
+    more, low, high = interval([b - a for a, b in zip(without, probed, strict=True)])
+    medians = f"{statistics.median(without) * 1e6:.1f} | {statistics.median(probed) * 1e6:.1f}"
+    bounds = f"{low * 1e6:.1f} to {high * 1e6:.1f}"
+    return [
+        "| | without | with | difference | 95 % |",
+        "|---|---:|---:|---:|---:|",
+        f"| CPU time of a step of its thread, µs | {medians} | {more * 1e6:.1f} | {bounds} |",
+        "",
+        f"The worse end is {high / 0.01:.2%} of a step of 10 ms.",
+    ]
+
+
+def compared(name: str, without: list[float], probed: list[float]) -> str:
+    middle, low, high = interval([b / a for a, b in zip(without, probed, strict=True)])
+    medians = f"{statistics.median(without):.3f} | {statistics.median(probed):.3f}"
+    return f"| {name} | {medians} | {middle:.4f} | {low:.4f} to {high:.4f} |"
+
+
+def report(
+    rounds: int, steps: dict[str, Any], found: tuple[list[Round], list[Round], float] | None, costs: dict[str, Any]
+) -> str:
+    heading = ["| | without | with | with / without | 95 % |", "|---|---:|---:|---:|---:|"]
     lines = [
         "# What the probe costs",
         "",
         f"Made by `python -m benchmarks.probe --rounds {rounds}`.",
         "",
-        "## A real engine, with and without it",
+        "## vLLM's scheduler",
         "",
-        "| | without | with | with / without | 95 % |",
-        "|---|---:|---:|---:|---:|",
+        *added(steps["without"], steps["with"]),
+        "",
     ]
-    for name, values in (
-        ("tokens per second", [[one.tokens_per_second for one in which] for which in (without, probed)]),
-        ("undisturbed step, ms", [[one.step_seconds * 1e3 for one in which] for which in (without, probed)]),
-    ):
-        middle, low, high = interval([b / a for a, b in zip(*values, strict=True)])
-        medians = [f"{statistics.median(which):.3f}" for which in values]
-        lines.append(f"| {name} | {medians[0]} | {medians[1]} | {middle:.4f} | {low:.4f} to {high:.4f} |")
+    if found is not None:
+        *servers, share = found
+        lines += [
+            "## A server",
+            "",
+            *heading,
+            compared("tokens per second", *([one.tokens_per_second for one in which] for which in servers)),
+            compared("undisturbed step, ms", *([one.step_seconds * 1e3 for one in which] for which in servers)),
+            "",
+            f"The probe's thread took {share:.3%} of a core meanwhile.",
+            "",
+        ]
     lines += [
-        "",
-        f"The probe's thread took {share:.3%} of a core meanwhile.",
-        "",
         "## Its parts",
         "",
         "| | |",
@@ -190,12 +219,14 @@ def report(rounds: int, found: tuple[list[Round], list[Round], float], costs: di
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.probe", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=12, help="loads for each of the two servers (default: 12)")
+    parser.add_argument("--rounds", type=int, default=12, help="loads for each of two servers; 0: none (default: 12)")
     parser.add_argument("--output", type=Path, default=HERE / "RESULTS.md", help="file to write")
     options = parser.parse_args()
-    costs = parts()
-    print(costs, flush=True)
-    text = report(options.rounds, in_turn(options.rounds), costs)
+    venv = require_vllm()
+    steps = run(venv.python, "benchmarks.probe.steps", str(ensure_tiny_model(venv.models / MODEL_NAME)), interval_s=1)
+    costs = run(Path(sys.executable), "benchmarks.probe.parts", interval_s=0.2)
+    servers = in_turn(options.rounds) if options.rounds else None
+    text = report(options.rounds, steps, servers, costs)
     options.output.write_text(text, encoding="utf-8")
     print(text)
 
