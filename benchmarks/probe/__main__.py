@@ -41,8 +41,8 @@ HOW = """\
 - The scheduler is that of vLLM 0.32.0, driven without a worker: the same loads of 6 requests in turn with the probe's
   calls around it and without, 120 times each, the first of a pair alternating. The model's part of a step comes on top.
 - Servers, {rounds} rounds (0: left out): two of vLLM 0.32.0 on the CPU with the tiny model of the tests, at the same
-  time and in turn, the first of a pair alternating. A turn is {requests} requests of {tokens} tokens at once, and then one
-  stream of {stream} tokens. All columns are medians; ratio and difference are those of the pairs.
+  time and in turn, the first of a pair alternating. A turn is {requests} requests of {tokens} tokens at once, and
+  then one stream of {stream} tokens. All columns are medians; ratio and difference are those of the pairs.
 - The undisturbed step is the time from a token of the stream to the next that a tenth of them stay below: what else the
   machine does moves it least. A large model's step is many times longer, and the probe's part of it the same.
 - The parts: a process without vLLM, a pool filled with requests of 400 blocks. Memory is RssAnon with thread and file,
