@@ -61,13 +61,14 @@ def mapping(words: Mapping[float, tuple[str, str]]) -> dashboard.ValueMap:
     )
 
 
-NOTHING = dashboard.SpecialValueMap(
-    options=dashboard.DashboardSpecialValueMapOptions(
-        match=dashboard.SpecialValueMatch.NULL_AND_NAN,
-        result=dashboard.ValueMappingResult(text="-", color=GREY),
+def nothing(text: str) -> dashboard.SpecialValueMap:
+    """What stands in place of a number that is not there: in grey, not in the colour of what is well."""
+    return dashboard.SpecialValueMap(
+        options=dashboard.DashboardSpecialValueMapOptions(
+            match=dashboard.SpecialValueMatch.NULL_AND_NAN,
+            result=dashboard.ValueMappingResult(text=text, color=GREY),
+        )
     )
-)
-"""An empty cell among coloured ones: not in the colour of what is well."""
 
 
 def thresholds(*steps: tuple[float | None, str]) -> dashboard.ThresholdsConfig:

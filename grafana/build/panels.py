@@ -18,7 +18,7 @@ from grafana_foundation_sdk.builders import timeseries as many_series
 from grafana_foundation_sdk.models import common, dashboard, prometheus
 
 from grafana.build.board import SOURCE
-from grafana.build.look import BLUE, NOTHING, ORDER, PLAIN, STATES, mapping, thresholds
+from grafana.build.look import BLUE, ORDER, PLAIN, STATES, mapping, nothing, thresholds
 
 NONE = "-"
 """What an empty cell of a table shows."""
@@ -278,8 +278,9 @@ def _finished(
     defaults.unit, defaults.no_value, defaults.decimals = unit, empty or None, decimals
     defaults.thresholds = thresholds(*steps)
     defaults.color = dashboard.FieldColor(mode=dashboard.FieldColorModeId.THRESHOLDS)
-    if words:
-        defaults.mappings = [mapping(words)]
+    defaults.mappings = [mapping(words)] if words else []
+    if panel.type_val == "stat" and empty:
+        defaults.mappings.append(nothing(empty))
     return panel
 
 
@@ -312,7 +313,7 @@ def _drawn(query: Query) -> dict[str, object]:
 def _cell(column: Column) -> dict[str, object]:
     found: dict[str, object] = {"unit": column.unit}
     if column.words:
-        found["mappings"] = [mapping(column.words), NOTHING]
+        found["mappings"] = [mapping(column.words), nothing(NONE)]
         found["custom.cellOptions"] = {"type": "color-background", "mode": "basic"}
     if column.width:
         found["custom.width"] = column.width
