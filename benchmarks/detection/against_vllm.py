@@ -120,7 +120,7 @@ def real(case: Case) -> Floats:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "rows.json"
         script = Path(__file__).with_name("vllm_steps.py")
-        command = [venv.python, "-P", script, answer]
+        command = [str(venv.python), "-P", str(script), str(answer)]
         done = subprocess.run(
             command, input=json.dumps(asked), text=True, capture_output=True, check=False, env=ENVIRONMENT
         )

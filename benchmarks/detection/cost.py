@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 
 from benchmarks.detection.render import observations
@@ -107,9 +107,9 @@ def _size(thing: object, seen: set[int]) -> int:
 def main() -> int:
     run = busy_run()
     samples = EDGE_S / run.scenario.sampling.interval
-    first: Counter[str] = Counter()
-    last: Counter[str] = Counter()
-    size: Counter[str] = Counter()
+    first: dict[str, float] = defaultdict(float)
+    last: dict[str, float] = defaultdict(float)
+    size: dict[str, int] = defaultdict(int)
     for recorder in watched(run):
         verdict = recorder.seat.verdict
         begin, end = recorder.seconds()
@@ -118,10 +118,10 @@ def main() -> int:
         size[verdict] += _size(recorder.detector, set())
     print(f"{len(run.t)} samples of one engine on one GPU in {DAYS:g} days, a conclusion at each.\n")
     print("| verdict | µs a sample, first 12 h | last 12 h | bytes |\n|---|---|---|---|")
-    for verdict, each in last.most_common():
+    for verdict, each in sorted(last.items(), key=lambda item: -item[1]):
         print(f"| `{verdict}` | {first[verdict]:.1f} | {each:.1f} | {size[verdict]:,} |")
-    print(f"| all | {first.total():.0f} | {last.total():.0f} | {size.total():,} |")
-    print(f"\n{ENGINES} such engines: {ENGINES * size.total() / 1e6:.0f} MB.")
+    print(f"| all | {sum(first.values()):.0f} | {sum(last.values()):.0f} | {sum(size.values()):,} |")
+    print(f"\n{ENGINES} such engines: {ENGINES * sum(size.values()) / 1e6:.0f} MB.")
     return 0
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import sys
 
-from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.engine.llm_engine import LLMEngine
+from vllm import SamplingParams  # type: ignore[import-not-found] # it is in another environment
+from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found] # it is in another environment
+from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found] # it is in another environment
 
 
 def main() -> None:
