@@ -176,6 +176,21 @@ def test_a_front_end_that_answers_for_a_dead_engine_revives_nothing() -> None:
     assert [start.phase for start in story.starts] == ["over", "serving"]
 
 
+def test_lines_that_are_read_after_the_page_has_answered_are_of_the_same_start() -> None:
+    story = told(SERVER, CORE)
+    assert story.now is not None
+    begun = story.now.since
+    story.answered(begun + 30)
+    for line in (WEIGHTS, KV, POOL):
+        entry = parse(line.format(clock="11-30 00:00:31").encode())
+        assert entry is not None
+        story.apply(begun + 40, entry)
+    (start,) = story.starts
+    assert start.pools["0"].tokens == 9000
+    assert start.budgets["0", "0"].kv_pool == 4 * GIB
+    assert start.phase == "serving"
+
+
 def test_a_new_year_goes_on_from_the_old_one() -> None:
     clocks = ("12-31 23:59:59", "01-01 00:00:01")
     entries = [entry for clock in clocks if (entry := parse(FAILED.format(clock=clock).encode())) is not None]

@@ -108,6 +108,7 @@ class StartUp:
     slept: Slept | None = None
     cores: set[str] = field(default_factory=set)
     life: int | None = None  # of the engine, by its pages
+    ready_by_page: bool = False  # an answered page came before the log's own word, which is read more slowly
     progressed: float = 0.0  # when it last told of a step of its start
 
     @property
@@ -166,7 +167,7 @@ class Story:
             now = StartUp(t, t, ready=t)
             self.starts.append(now)
         if now.phase == "starting":
-            now.ready = t
+            now.ready, now.ready_by_page = t, True
         if now.phase == "serving":
             now.life = life
 
@@ -240,7 +241,8 @@ class Story:
             # A start that was killed leaves no word: the next one's server, or the same rank's core, tells.
             return origin.rank in now.cores and _progressed(now) if event.core else bool(now.cores or _progressed(now))
         if isinstance(event, (Budget, KvPool)):
-            return (over or now.ready is not None) and t - now.last > _INTERLEAVED
+            late = now.seen_from_start and now.ready_by_page and t - (now.ready or t) <= _SAME_FAILURE
+            return (over or (now.ready is not None and not late)) and t - now.last > _INTERLEAVED
         if now.ready is not None and (isinstance(event, Refused) or _ends_a_start(event)):
             return not over or t - now.last > _SAME_FAILURE  # of a start whose lines were not read
         if isinstance(event, (Load, Ready, OutOfMemory, Refused, Died)):
