@@ -8,7 +8,6 @@ the tests.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import random
@@ -19,32 +18,26 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from tests.e2e.engine import CPU_ENVIRONMENT, MODEL_NAME, Role, VllmEngine
-from tests.e2e.model import FIRST_BYTE_TOKEN, ensure_tiny_model
+from tests.e2e.model import ensure_tiny_model
 from tests.e2e.probe import SOURCE, install_probe
 from tests.e2e.tools import require_vllm
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-REQUESTS, TOKENS = 8, 60
-STREAM_TOKENS = 400
+REQUESTS, TOKENS = 8, 120
 THREAD_NAME = "oomwatch-probe"
 HOW = """\
 ## How
 
 - The scheduler is that of vLLM 0.32.0, driven without a worker: the same loads of 6 requests in turn with the probe's
   calls around it and without, 120 times each, the first of a pair alternating. The model's part of a step comes on top.
-- Servers, {rounds} rounds (0: left out): two of vLLM 0.32.0 on the CPU with the tiny model of the tests, at the same
-  time and in turn, the first of a pair alternating. A turn is {requests} requests of {tokens} tokens at once, and
-  then one stream of {stream} tokens. All columns are medians; ratio and difference are those of the pairs.
-- The undisturbed step is the time from a token of the stream to the next that a tenth of them stay below: what else the
-  machine does moves it least. A large model's step is many times longer, and the probe's part of it the same.
+- Servers, {rounds} rounds (0: left out, as they have to be where the machine has other work): two of vLLM 0.32.0 on the
+  CPU with the tiny model of the tests, at the same time and in turn, the first of a pair alternating. A turn is
+  {requests} requests of {tokens} tokens at once. All columns are medians; ratio and difference are those of the pairs.
 - The parts: a process without vLLM, a pool filled with requests of 400 blocks. Memory is RssAnon with thread and file,
   less that before the import. Times are CPU times of the thread that does it.
 - A copy is made by the scheduler's thread between two steps, and only that stops it. Counting takes turns with it every
@@ -52,14 +45,6 @@ HOW = """\
 - Not measured here, for want of a GPU: reading the allocator (once a second) and its snapshot (once a minute, or less
   often, so that it stays below 0.01 % of the time; it holds the interpreter while it is made).
 """
-
-
-@dataclass(frozen=True)
-class Round:
-    """One turn of one server: tokens a second under load, and the time of an undisturbed step with one request."""
-
-    tokens_per_second: float
-    step_seconds: float
 
 
 def probe_seconds(engine: VllmEngine) -> float:
@@ -71,31 +56,16 @@ def probe_seconds(engine: VllmEngine) -> float:
     raise RuntimeError("the probe's thread is not there")
 
 
-def serve(engine: VllmEngine) -> Round:
+def serve(engine: VllmEngine) -> float:
+    """Tokens a second."""
     began = time.monotonic()
     completions = engine.complete(REQUESTS, max_tokens=TOKENS)
     seconds = time.monotonic() - began
-    tokens = sum(completion.completion_tokens for completion in completions)
-    assert tokens == REQUESTS * TOKENS
-    return Round(tokens / seconds, undisturbed_step(engine))
+    assert [completion.completion_tokens for completion in completions] == [TOKENS] * REQUESTS
+    return REQUESTS * TOKENS / seconds
 
 
-def undisturbed_step(engine: VllmEngine) -> float:
-    """Seconds from one token of a stream to the next, of which a tenth are shorter.
-
-    Whatever else the machine does makes some gaps longer; this one it hardly moves.
-    """
-    prompt = [FIRST_BYTE_TOKEN + index % 7 for index in range(32)]
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
-    with requests.post(f"{engine.url}/v1/completions", json=body, stream=True, timeout=60) as answer:
-        lines = (line for line in answer.iter_lines(chunk_size=1) if line.startswith(b"data: {"))
-        arrivals = [time.perf_counter() for _ in lines]
-    assert len(arrivals) > STREAM_TOKENS / 4  # a busy server sends several tokens at once
-    gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
-    return statistics.quantiles(gaps, n=10)[0]
-
-
-def in_turn(rounds: int) -> tuple[list[Round], list[Round], float]:
+def in_turn(rounds: int) -> tuple[list[float], list[float], float]:
     """Rounds without and with the probe, and the share of a core that its thread took meanwhile."""
     with ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
@@ -113,13 +83,12 @@ def in_turn(rounds: int) -> tuple[list[Round], list[Round], float]:
         for engine in engines:
             serve(engine)
         began, before = time.monotonic(), probe_seconds(probed)
-        found: tuple[list[Round], list[Round]] = ([], [])
+        found: tuple[list[float], list[float]] = ([], [])
         for index in range(rounds):
             # Each is the first of the two as often as the other.
             for which in (0, 1) if index % 2 == 0 else (1, 0):
                 found[which].append(serve((without, probed)[which]))
-            pair = [f"{which[-1].tokens_per_second:.0f}/s, {which[-1].step_seconds * 1e3:.3f} ms" for which in found]
-            print(f"round {index + 1}: {'; '.join(pair)}", flush=True)
+            print(f"round {index + 1}: {found[0][-1]:.0f} and {found[1][-1]:.0f} tokens/s", flush=True)
         share = (probe_seconds(probed) - before) / (time.monotonic() - began)
         return (*found, share)
 
@@ -170,7 +139,7 @@ def compared(name: str, without: list[float], probed: list[float]) -> str:
 
 
 def report(
-    rounds: int, steps: dict[str, Any], found: tuple[list[Round], list[Round], float] | None, costs: dict[str, Any]
+    rounds: int, steps: dict[str, Any], found: tuple[list[float], list[float], float] | None, costs: dict[str, Any]
 ) -> str:
     heading = ["| | without | with | with / without | 95 % |", "|---|---:|---:|---:|---:|"]
     lines = [
@@ -189,8 +158,7 @@ def report(
             "## A server",
             "",
             *heading,
-            compared("tokens per second", *([one.tokens_per_second for one in which] for which in servers)),
-            compared("undisturbed step, ms", *([one.step_seconds * 1e3 for one in which] for which in servers)),
+            compared("tokens per second", *servers),
             "",
             f"The probe's thread took {share:.3%} of a core meanwhile.",
             "",
@@ -212,7 +180,7 @@ def report(
         lines.append(f"| {name}: counting, in its thread, every {pause:.0f} s | {count * 1e3:.1f} ms |")
     lines += [
         "",
-        HOW.format(rounds=rounds, requests=REQUESTS, tokens=TOKENS, stream=STREAM_TOKENS),
+        HOW.format(rounds=rounds, requests=REQUESTS, tokens=TOKENS),
     ]
     return "\n".join(lines)
 
