@@ -56,6 +56,19 @@ def test_symptoms_of_symptoms_lead_to_the_root() -> None:
     assert assigned(pressure, full) == [("llm/1", "kv-exhaustion"), ("llm/1", None)]
 
 
+def test_what_is_only_info_takes_over_no_ticket() -> None:
+    full = verdict("kv-exhaustion", RANK, "info")
+    assert assigned(verdict("preemption-pressure", RANK), full) == [("llm/1", None), ("llm/2", None)]
+    assert assigned(verdict("preemption-pressure", RANK, "info"), full) == [("llm/1", "kv-exhaustion"), ("llm/1", None)]
+
+
+def test_a_ticket_takes_over_its_symptoms_page() -> None:
+    assert assigned(verdict("engine-stuck", LLM, "page"), verdict("kv-block-leak", RANK)) == [
+        ("llm/1", "kv-block-leak"),
+        ("llm/1", None),
+    ]
+
+
 def test_what_waits_before_an_engine_that_hangs_is_its_symptom() -> None:
     assert assigned(verdict("engine-stuck", LLM), verdict("admission-stall", RANK))[1] == ("llm/1", "engine-stuck")
 

@@ -101,8 +101,12 @@ class Incidents:
 
 
 def _cause_of(symptom: Verdict, standing: Iterable[Verdict], devices: Mapping[str, frozenset[str]]) -> Verdict | None:
-    """The first cause, in the table's order, that stands and explains ``symptom``."""
-    candidates = [verdict for verdict in standing if verdict is not symptom]
+    """The first cause, in the table's order, that stands and explains ``symptom``.
+
+    What is only info explains no ticket and no page: it comes and goes, and would rename what somebody was told of.
+    """
+    least = min(symptom.level, LEVEL["ticket"])
+    candidates = [verdict for verdict in standing if verdict is not symptom and verdict.level >= least]
     for rule in TABLE:
         if not explains(rule, symptom.name):
             continue
