@@ -130,13 +130,13 @@ class EngineLogSource:
             case Journal(unit):
                 return FollowedJournal(unit)
             case ContainerFile(container):
-                path = self._places.container_file(container)
-                if path is None:
+                found = self._places.container_file(container)
+                if found is None:
                     raise CannotRead(
                         f"no log file of container {container[:12]} was found. It needs Docker's json-file driver, or "
                         "Kubernetes' /var/log/containers, to be seen from where oomwatch runs"
                     )
-                return FollowedFile(path)
+                return FollowedFile(found)
 
     def _tell(self, entries: Iterator[Entry], piece: Piece) -> int:
         if piece.history:
