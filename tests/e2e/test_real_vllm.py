@@ -203,6 +203,22 @@ class TestOneEngine:
             assert 50e6 < anonymous < resident
             assert by_pid[real[role].pid]["role"] == name
 
+    def test_has_its_log_found_and_its_start_read(self, watched: Watched) -> None:
+        """The server's output goes to a file, which its processes show."""
+
+        def told() -> bool:
+            startup = watched.status().get("startup")
+            return startup is not None and bool(startup["pools"]) and bool(startup["budgets"])
+
+        wait_until(told, 30, "the log is read")
+        startup = watched.status()["startup"]
+        assert startup["phase"] == "serving"
+        (pool,) = startup["pools"]
+        assert (pool["rank"], pool["tokens"]) == ("0", POOL_BLOCKS * BLOCK_TOKENS)
+        assert [budget["kv_pool"] for budget in startup["budgets"]] == [1 << 30]
+        tokens = watched.daemon.page().value("oomwatch_engine_startup_kv_tokens", engine=watched.name, rank="0")
+        assert tokens == POOL_BLOCKS * BLOCK_TOKENS
+
     def test_shows_a_pool_that_is_too_small_for_the_load(self, watched: Watched) -> None:
         load = watched.engine.start_load(36)
 
