@@ -58,14 +58,16 @@ class ProbeFolder:
     @contextmanager
     def collected(self) -> Iterator[list[Report]]:
         """All counts of the engine core's blocks that are written meanwhile, each once."""
-        found: dict[int, Report] = {}
+        times: set[int] = set()
         counts: list[Report] = []
         stop = Event()
 
         def collect() -> None:
             while not stop.wait(0.01):
                 report = self.core()
-                found.setdefault(number(report, "blocks_time_ns"), report)
+                if number(report, "blocks_time_ns") not in times:
+                    times.add(number(report, "blocks_time_ns"))
+                    counts.append(report)
 
         thread = Thread(target=collect, daemon=True)
         thread.start()
@@ -74,7 +76,6 @@ class ProbeFolder:
         finally:
             stop.set()
             thread.join(30)
-            counts.extend(found.values())
 
 
 def number(report: Report, name: str) -> int:

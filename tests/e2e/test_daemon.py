@@ -84,6 +84,11 @@ def of_gpu(page: Page, uuid: str) -> set[Identity]:
     return read_of(page, "gpu", uuid)
 
 
+def told_of(page: Page, uuid: str) -> set[Identity]:
+    """What is told of a GPU, but for its index: one that leaves the count moves that of those behind it."""
+    return {(name, labels) for name, labels in of_gpu(page, uuid) if name != "oomwatch_gpu_info"}
+
+
 def used(page: Page, uuid: str) -> float | None:
     return page.value("oomwatch_gpu_memory_used_bytes", gpu=uuid)
 
@@ -131,15 +136,15 @@ class TestDevices:
         else:
             getattr(sim, fault)(1)
         sim.set_memory(0, used=5 * GIB)
-        # A GPU that leaves the count moves the index of those behind it.
-        moved = {(name, labels) for name, labels in before.identities() if name == "oomwatch_gpu_info"}
-        after = daemon.wait_for(
+        daemon.wait_for(
             lambda page: used(page, broken) is None and used(page, well[0]) == 5 * GIB, f"GPU 1 is gone, after {fault}"
         )
+        # On a busy machine a call about another GPU may miss its deadline once.
+        after = daemon.wait_for(
+            lambda page: all(told_of(page, uuid) == told_of(before, uuid) for uuid in well), "the others tell as before"
+        )
         assert after.value("oomwatch_source_up", source="nvml", target=broken) == 0
-        moved |= {(name, labels) for name, labels in after.identities() if name == "oomwatch_gpu_info"}
         for uuid in well:
-            assert of_gpu(after, uuid) - moved == of_gpu(before, uuid) - moved
             assert after.value("oomwatch_source_up", source="nvml", target=uuid) == 1
         assert after.value("oomwatch_gpu_last_seen_timestamp_seconds", gpu=broken) is not None
         if fault == "hang":

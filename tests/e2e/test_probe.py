@@ -34,6 +34,7 @@ USABLE_BLOCKS = POOL_BLOCKS - 1
 PLUGIN = Path(__file__).parent / "plugins" / "kvleak.py"
 FORGET_EVERY = 20
 WATCHED = "watched"
+MOST_LOADS = 20  # a fast machine is through with one before it is counted often
 SHARED_PREFIX_TOKENS = 96  # three blocks of 32
 
 
@@ -81,6 +82,10 @@ def probed(start_vllm: StartEngine, tmp_path_factory: pytest.TempPathFactory) ->
     return Probed(engine, probe, installed, leaking)
 
 
+def while_busy(counts: list[Report]) -> list[Report]:
+    return [report for report in counts if number(report, "requests_living") > 0]
+
+
 def owners(report: Report) -> tuple[int, int, int]:
     return number(report, "blocks_living"), number(report, "blocks_finished"), number(report, "blocks_ownerless")
 
@@ -107,16 +112,19 @@ class TestAHealthyServer:
     def test_of_its_blocks_each_is_held_by_a_living_request_at_every_count(self, probed: Probed) -> None:
         engine = probed.engine
         with probed.probe.collected() as counts:
-            load = engine.start_load(24)
-            wait_until(lambda: (engine.metric("vllm:num_preemptions_total") or 0) > 0, 60, "requests are preempted")
-            assert engine.stream_and_disconnect(6) == 6
-            assert probed.complete_with_shared_prefix(6) == 6
-            assert all(completion.succeeded for completion in load.results())
+            for _ in range(MOST_LOADS):
+                load = engine.start_load(24)
+                assert engine.stream_and_disconnect(6) == 6
+                assert probed.complete_with_shared_prefix(6) == 6
+                assert all(completion.succeeded for completion in load.results())
+                if len(while_busy(counts)) > 20 and (engine.metric("vllm:num_preemptions_total") or 0) > 0:
+                    break
             probed.probe.wait_for(
                 lambda report: number(report, "requests_living") == 0 and owners(report) == (0, 0, 0), "it is idle"
             )
         assert (engine.metric("vllm:prefix_cache_hits_total") or 0) > 0
-        busy = [report for report in counts if number(report, "requests_living") > 0]
+        assert (engine.metric("vllm:num_preemptions_total") or 0) > 0
+        busy = while_busy(counts)
         assert len(busy) > 20
         assert max(number(report, "blocks_referenced") for report in busy) > 0.9 * USABLE_BLOCKS
         for report in counts:

@@ -36,7 +36,7 @@ FLAGS = (
     "--disable-partial-raster",
     "--disable-skia-runtime-opts",
 )
-DRAWN_WITHIN_MS = 30_000
+DRAWN_WITHIN_MS = 90_000
 
 
 @dataclass(frozen=True)
