@@ -37,7 +37,7 @@ THRESHOLDS = {
 
 # What each story is told as: receivers and alerts in their order.
 STORIES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "capacity": (("ticket", "OomwatchKvExhaustion"),),
+    "capacity": (("ticket", "OomwatchPreemptionPressure"),),
     "fragmentation": (("ticket", "OomwatchAllocatorFragmentation"), ("page", "OomwatchRuntimeOom")),
     "leak": (("ticket", "OomwatchKvBlockLeak"), ("page", "OomwatchKvBlockLeak")),
 }
