@@ -176,18 +176,15 @@ def capture(venv: VllmVenv, folder: Path) -> None:
 
 def _saturated_page(engine: VllmEngine) -> str:
     """The page taken at the fullest: highest usage, requests preempted by then, most requests waiting."""
-    pages: list[tuple[tuple[float, bool, float], str]] = []
+    found = []
     for _ in range(MOST_LOADS):
-        pages.append(_fullest_page(engine))
-        (usage, preempted, waiting), page = max(pages)
+        (usage, preempted, waiting), page = _fullest_page(engine)
         if usage == 1.0 and preempted and waiting > 0:
-            break
-    else:
-        raise RecaptureError(
-            f"The load did not saturate the pool: at most {usage:.0%} used, {waiting:.0f} requests waiting then, "
-            f"{'some' if preempted else 'none'} preempted."
+            return page
+        found.append(
+            f"at most {usage:.0%} used, {waiting:.0f} requests waiting then, {'some' if preempted else 'none'} preempted"
         )
-    return page
+    raise RecaptureError(f"The load did not saturate the pool: {'; '.join(found)}.")
 
 
 def _fullest_page(engine: VllmEngine) -> tuple[tuple[float, bool, float], str]:
