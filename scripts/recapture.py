@@ -182,7 +182,7 @@ def _saturated_page(engine: VllmEngine) -> str:
         if usage == 1.0 and preempted and waiting > 0:
             return page
         found.append(
-            f"at most {usage:.0%} used, {waiting:.0f} requests waiting then, {'some' if preempted else 'none'} preempted"
+            f"at most {usage:.0%} used, {waiting:.0f} waiting then, {'some' if preempted else 'none'} preempted"
         )
     raise RecaptureError(f"The load did not saturate the pool: {'; '.join(found)}.")
 
