@@ -1,6 +1,5 @@
 """Options and fixtures that every test may use: golden files, the simulated driver library and its state."""
 
-import functools
 import os
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -24,26 +23,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Shares the tests out by file, and all files with real engines to one worker: two at once starve each other."""
+    """Shares the tests out to workers by file, but those that need the demo's stories together: they are made once."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return self._share(nodeid.split("::", 1)[0])
-
-    @functools.cache  # noqa: B019 - one scheduler in a run
-    def _share(self, file: str) -> str:
-        if "pytest.mark.real" in (self.config.rootpath / file).read_text("utf-8"):
-            return "real"
-        return "grafana" if file.startswith("tests/grafana/") else file  # one Prometheus with all stories
+        file = nodeid.split("::", 1)[0]
+        return "grafana" if file.startswith("tests/grafana/") else file
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
     return ByFile(config, log)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, so that no worker waits for the other at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("real") is None)
 
 
 def _missing(what: str) -> None:

@@ -21,7 +21,7 @@ from tests.e2e.tools import VERSIONS
 from tests.sources.vllm.captures import capture
 from tests.sources.vllm.servers import Engine, FakeVllm, Request
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 SPEED = "4"
 RANKS = 8

@@ -96,8 +96,9 @@ def used(page: Page, uuid: str) -> float | None:
 class TestNodeWithoutAnything:
     def test_says_so_plainly_and_is_healthy(self, start_daemon: StartDaemon) -> None:
         daemon = start_daemon(None, library=None)
-        page = daemon.page()
-        assert page.value("oomwatch_nvml_state", state="library_missing") == 1
+        page = daemon.wait_for(
+            lambda page: page.value("oomwatch_nvml_state", state="library_missing") == 1, "the state is told"
+        )
         assert not page.series("oomwatch_gpu_info")
         text = requests.get(daemon.url, timeout=10).text
         assert "driver library cannot be loaded" in text

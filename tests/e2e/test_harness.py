@@ -65,7 +65,7 @@ class TestVllmEngine:
         completions = load.results()
 
         assert [(completion.status, completion.completion_tokens) for completion in completions] == [(200, 300)] * 24
-        assert highest == 1.0
+        assert highest > 0.9  # looked at 20 times a second at most: the moment when all is used may be missed
         assert (vllm_engine.metric(PREEMPTIONS, engine="0") or 0.0) > 20
 
     def test_returns_to_an_empty_pool_when_idle(self, vllm_engine: VllmEngine) -> None:

@@ -15,7 +15,7 @@ from oomwatch.snapshot import Snapshot
 from tests import snapshots
 from tests.e2e.tools import find_chromium
 
-WAIT_MS = 15_000
+WAIT_MS = 60_000
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
