@@ -98,7 +98,7 @@ class AlertChain:
         ]
         return [one for one in told if one.labels.get("instance", instance) == instance]
 
-    def wait_for(self, instance: str, receiver: str, status: str = "firing", timeout_s: float = 240.0) -> None:
+    def wait_for(self, instance: str, receiver: str, status: str = "firing", timeout_s: float = 120.0) -> None:
         """Until a receiver was told something about an instance."""
         wait_until(
             lambda: any((one.receiver, one.status) == (receiver, status) for one in self.notifications(instance)),
