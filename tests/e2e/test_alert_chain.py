@@ -223,7 +223,7 @@ def test_an_engine_that_flaps_is_told_once(outcome: Outcome) -> None:
     assert [one for one in told if one[1] == "firing"] == [("page", "firing", ("OomwatchEngineStuck",))]
 
 
-@pytest.mark.xfail(strict=False, reason="after its own restart Alertmanager at times keeps the end of an alert to itself")
+@pytest.mark.xfail(strict=False, reason="after a restart Alertmanager at times keeps an end to itself")
 def test_an_engine_that_flapped_is_resolved_once(outcome: Outcome) -> None:
     told = outcome.about("flapping")
     assert [one for one in told if one[1] == "resolved"] == [("page", "resolved", ("OomwatchEngineStuck",))]
