@@ -5,7 +5,6 @@ One server serves all tests, in their order: healthy first, then leaking, then r
 
 from __future__ import annotations
 
-import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import requests
 from oomwatch.detectors.base import LEVEL
 from oomwatch.probe_layout import Absence, Report
 from oomwatch_probe.mailbox import own_identity, remove_leftovers
+from tests.e2e import kvleak
 from tests.e2e.conftest import StartEngine
 from tests.e2e.daemon import OomwatchDaemon, Page
 from tests.e2e.engine import MODEL_NAME, POOL_BLOCKS, Role, VllmEngine
@@ -31,8 +31,6 @@ from tests.e2e.processes import wait_until
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 USABLE_BLOCKS = POOL_BLOCKS - 1
-PLUGIN = Path(__file__).parent / "plugins" / "kvleak.py"
-FORGET_EVERY = 20
 WATCHED = "watched"
 MOST_LOADS = 20  # a fast machine is through with one before it is counted often
 SHARED_PREFIX_TOKENS = 96  # three blocks of 32
@@ -45,11 +43,6 @@ class Probed:
     installed: Path
     leaking: Path
     """The engine leaks while this file is there."""
-
-    def lost_blocks(self) -> int:
-        """The leaking plugin's own count."""
-        counts = re.findall(r"kvleak: (\d+) blocks lost", self.engine.log())
-        return int(counts[-1]) if counts else 0
 
     def complete_with_shared_prefix(self, n: int) -> int:
         """How many of ``n`` requests at once, whose prompts begin alike, were served."""
@@ -75,8 +68,8 @@ def probed(start_vllm: StartEngine, tmp_path_factory: pytest.TempPathFactory) ->
     probe = ProbeFolder(folder / "run")
     leaking = folder / "leaking"
     engine = start_vllm(
-        environment={**probe.environment, "KVLEAK_EVERY": str(FORGET_EVERY), "KVLEAK_WHILE": str(leaking)},
-        plugins=(PLUGIN,),
+        environment={**probe.environment, **kvleak.ENVIRONMENT, "KVLEAK_WHILE": str(leaking)},
+        plugins=(kvleak.PLUGIN,),
         python_path=(installed,),
     )
     return Probed(engine, probe, installed, leaking)
@@ -154,12 +147,12 @@ class TestALeakingServer:
             assert all(completion.succeeded for completion in load.results())
             report = probed.probe.wait_for(lambda report: number(report, "requests_living") == 0, "it is idle")
             report = probed.probe.wait_for_count()
-            assert owners(report) == (0, 0, probed.lost_blocks())
-            counted.append(probed.lost_blocks())
+            assert owners(report) == (0, 0, kvleak.lost_blocks(probed.engine))
+            counted.append(kvleak.lost_blocks(probed.engine))
         assert 0 < counted[0] < counted[1] < counted[2]
 
     def test_they_are_told_apart_from_those_of_living_requests(self, probed: Probed) -> None:
-        lost = probed.lost_blocks()
+        lost = kvleak.lost_blocks(probed.engine)
         probed.leaking.unlink()
         with probed.probe.collected() as counts:
             assert all(completion.succeeded for completion in probed.engine.start_load(6, max_tokens=100).results())
@@ -189,11 +182,11 @@ class TestTheDaemonBesideIt:
         series = page.series("oomwatch_kv_blocks", engine=WATCHED)
         blocks = {dict(labels)["ownership"]: value for labels, value in series.items()}
         assert sum(blocks.values()) == USABLE_BLOCKS
-        assert blocks["ownerless"] == probed.lost_blocks()
+        assert blocks["ownerless"] == kvleak.lost_blocks(probed.engine)
         assert page.value("oomwatch_source_up", source="allocator", target=str(probed.probe.path)) == 1
 
     def test_proves_the_loss_within_seconds_while_requests_run(self, probed: Probed, daemon: OomwatchDaemon) -> None:
-        lost = probed.lost_blocks()
+        lost = kvleak.lost_blocks(probed.engine)
         assert lost > 0.03 * USABLE_BLOCKS
         with ThreadPoolExecutor(1) as pool:
             busy = pool.submit(probed.engine.start_load(12, max_tokens=200).results)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 import pytest
 import requests
 
+from tests.e2e import kvleak
 from tests.e2e.alert_chain import AlertChain
 from tests.e2e.conftest import StartEngine
 from tests.e2e.daemon import OomwatchDaemon
@@ -49,8 +49,6 @@ STUCK_WITHIN_S = STUCK_AFTER_S + 5 * INTERVAL_S
 START_TIMEOUT_S = 400.0
 FAILED_START_SEEN_WITHIN_S = 60.0  # its processes have to stay away for 30 s
 
-PLUGIN = Path(__file__).parent / "plugins" / "kvleak.py"
-FORGET_EVERY = 20
 POOL_ARGUMENT = "--num-gpu-blocks-override=65"
 USABLE_BLOCKS = 64
 TICKET_BLOCKS, PAGE_BLOCKS = 0.03 * USABLE_BLOCKS, 0.15 * USABLE_BLOCKS
@@ -151,11 +149,6 @@ class Watched:
             n, concurrency=LONG_LOAD_CONCURRENCY, max_tokens=LONG_LOAD_TOKENS, timeout_s=LOAD_TIMEOUT_S
         )
 
-    def lost_blocks(self) -> int:
-        """The plugin's own count."""
-        counts = re.findall(r"kvleak: (\d+) blocks lost", self.engine.log())
-        return int(counts[-1]) if counts else 0
-
     def _last_seen(self) -> float:
         (engine,) = (one for one in self.daemon.status()["engines"] if one["name"] == self.name)
         return float(engine["last_seen"] or 0.0)
@@ -217,7 +210,7 @@ def watched(
     """A server with the ``plugins`` of the class. The starts of ``refused`` go on meanwhile, which saves their time."""
     engine = start_vllm(
         arguments=(POOL_ARGUMENT,),
-        environment={"KVLEAK_EVERY": str(FORGET_EVERY)},
+        environment=kvleak.ENVIRONMENT,
         plugins=request.cls.plugins,
         start_timeout_s=START_TIMEOUT_S,
     )
@@ -251,7 +244,7 @@ def _oomwatch(*arguments: str | Path) -> str:
 class TestALeakingServer:
     """Each test goes on where the one before stopped; the last one leaves the server in its deadlock."""
 
-    plugins = (PLUGIN,)
+    plugins = (kvleak.PLUGIN,)
 
     def test_is_a_ticket_as_soon_as_a_share_of_its_pool_is_lost(self, watched: Watched) -> None:
         found = self.serve_until("ticket", watched)
@@ -310,10 +303,10 @@ class TestALeakingServer:
             found = self.wait_until_counted(watched)
             if found["kv-block-leak"]["state"] == state:
                 return found
-        raise AssertionError(f"no {state} after {watched.lost_blocks()} lost blocks")
+        raise AssertionError(f"no {state} after {kvleak.lost_blocks(watched.engine)} lost blocks")
 
     def wait_until_counted(self, watched: Watched) -> dict[str, Verdict]:
-        lost = watched.lost_blocks()
+        lost = kvleak.lost_blocks(watched.engine)
 
         def counted(found: dict[str, Verdict]) -> bool:
             evidence = found["kv-block-leak"]["evidence"]
