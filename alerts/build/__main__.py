@@ -8,6 +8,7 @@ import click
 
 from alerts.build.files import FOLDER, made
 from alerts.build.links import Links
+from oomwatch.docs import write
 
 
 @click.command()
@@ -18,20 +19,8 @@ from alerts.build.links import Links
 @click.option("--folder", type=click.Path(path_type=Path), default=FOLDER, help="Where to write; this project's root.")
 def main(check: bool, runbooks: str, grafana: str, page: str, folder: Path) -> None:
     """Make alerts/rules/*.yml, alerts/alertmanager.yml and deploy/kubernetes/prometheusrule.yaml."""
-    old = [
-        (folder / name, text)
-        for name, text in made(Links(runbooks, grafana, page)).items()
-        if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != text
-    ]
-    for path, text in old:
-        if check:
-            click.echo(f"{path} is out of date: python -m alerts.build writes it anew.", err=True)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            click.echo(f"{path} written.")
-    if check and old:
-        raise SystemExit(1)
+    texts = {folder / name: text for name, text in made(Links(runbooks, grafana, page)).items()}
+    write(texts, check=check, module="alerts.build")
 
 
 if __name__ == "__main__":

@@ -410,23 +410,39 @@ DOCUMENTS: Mapping[str, Callable[[], str]] = {
 """File names in docs/, and the functions that make their text."""
 
 
-def outdated(folder: Path) -> list[str]:
-    """The documents in a folder that are missing or differ from what the code says."""
-    whole = [
-        name for name, make in DOCUMENTS.items() if not (folder / name).is_file() or _read(folder / name) != make()
-    ]
-    parts = [
-        name for name in PARTS if (folder / name).is_file() and (text := _read(folder / name)) != filled(name, text)
-    ]
-    return whole + parts
+def made(folder: Path) -> dict[Path, str]:
+    """The text of every document in a folder; one that people write is left out where it is not there."""
+    written = (folder / name for name in PARTS)
+    return {
+        **{folder / name: make() for name, make in DOCUMENTS.items()},
+        **{path: filled(path.name, _read(path)) for path in written if path.is_file()},
+    }
+
+
+def outdated(texts: Mapping[Path, str]) -> list[Path]:
+    """The files that are missing or have another text."""
+    return [path for path, text in texts.items() if not path.is_file() or _read(path) != text]
+
+
+def write(texts: Mapping[Path, str], *, check: bool, module: str) -> None:
+    """Write the files that are out of date and say so; with ``check`` write none, name them and exit with 1.
+
+    ``module`` is the one whose command makes them.
+    """
+    old = outdated(texts)
+    for path in old:
+        if check:
+            click.echo(f"{path} is out of date: python -m {module} writes it anew.", err=True)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(texts[path], encoding="utf-8")
+            click.echo(f"{path} written.")
+    if check and old:
+        raise SystemExit(1)
 
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
-
-
-def _made(name: str, path: Path) -> str:
-    return DOCUMENTS[name]() if name in DOCUMENTS else filled(name, _read(path))
 
 
 @click.command(help="Writes the documents that are made from the code.")
@@ -439,16 +455,7 @@ def _made(name: str, path: Path) -> str:
     help="Where the documents are.",
 )
 def main(check: bool, folder: Path) -> None:
-    old = outdated(folder)
-    for name in old:
-        if check:
-            click.echo(f"{folder / name} is out of date: python -m oomwatch.docs writes it anew.", err=True)
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(_made(name, folder / name), encoding="utf-8")
-            click.echo(f"{folder / name} written.")
-    if check and old:
-        raise SystemExit(1)
+    write(made(folder), check=check, module="oomwatch.docs")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from grafana.build.files import FOLDER, made
+from oomwatch.docs import write
 
 
 @click.command()
@@ -14,20 +15,8 @@ from grafana.build.files import FOLDER, made
 @click.option("--folder", type=click.Path(path_type=Path), default=FOLDER, help="Where to write; this project's own.")
 def main(check: bool, folder: Path) -> None:
     """Make grafana/dashboards/*.json."""
-    old = [
-        (folder / name, text)
-        for name, text in made().items()
-        if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != text
-    ]
-    for path, text in old:
-        if check:
-            click.echo(f"{path} is out of date: python -m grafana.build writes it anew.", err=True)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            click.echo(f"{path} written.")
-    if check and old:
-        raise SystemExit(1)
+    texts = {folder / name: text for name, text in made().items()}
+    write(texts, check=check, module="grafana.build")
 
 
 if __name__ == "__main__":
