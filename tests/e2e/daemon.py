@@ -94,6 +94,16 @@ class OomwatchDaemon(ServerProcess):
         plain: dict[str, Any] = answer.json()
         return plain
 
+    def verdict(self, name: str, **subject: str) -> dict[str, Any]:
+        """The only verdict ``name`` about ``subject`` or more; its state is "none yet" before there is one."""
+        found: list[dict[str, Any]] = [
+            one
+            for one in self.status()["verdicts"]
+            if one["verdict"] == name and subject.items() <= one["subject"].items()
+        ]
+        assert len(found) <= 1, f"{name} {subject}: {found}"
+        return found[0] if found else {"state": "none yet"}
+
     def post(self, path: str) -> requests.Response:
         return requests.post(f"{self.url}{path}", timeout=30)
 

@@ -51,12 +51,7 @@ class Followed:
             log.write(text)
 
     def verdict(self, engine: str, name: str) -> dict[str, Any]:
-        found = [
-            one
-            for one in self.daemon.status()["verdicts"]
-            if one["verdict"] == name and one["subject"].get("engine") == engine
-        ]
-        return found[0] if found else {"state": "none yet"}
+        return self.daemon.verdict(name, engine=engine)
 
     def wait(self, engine: str, name: str, state: str) -> dict[str, Any]:
         wait_until(lambda: self.verdict(engine, name)["state"] == state, 30, f"{name} of {engine} is {state}")

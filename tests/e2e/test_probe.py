@@ -198,11 +198,7 @@ class TestTheDaemonBesideIt:
 
             daemon.wait_for(proved, "the loss is proved", timeout_s=15)
             assert all(completion.succeeded for completion in busy.result())
-        (verdict,) = (
-            one
-            for one in daemon.status()["verdicts"]
-            if one["verdict"] == "kv-block-leak" and one["subject"]["engine"] == WATCHED
-        )
+        verdict = daemon.verdict("kv-block-leak", engine=WATCHED)
         assert verdict["evidence"]["method"] == "owners"
         assert verdict["confidence"] == 0.99
 

@@ -28,23 +28,20 @@ def refused(start_vllm: StartEngine, tmp_path_factory: pytest.TempPathFactory) -
         yield daemon
 
 
-def verdict_of(daemon: OomwatchDaemon, name: str) -> dict[str, Any]:
-    subject = {"engine": MODEL_NAME}
-    found = [one for one in daemon.status()["verdicts"] if one["verdict"] == name and one["subject"] == subject]
-    return dict(found[0]) if found else {"state": "none yet"}
-
-
 @pytest.mark.real
 @pytest.mark.timeout(400)
 def test_its_refusal_is_read_to_the_verdict_and_the_length_that_fits(refused: OomwatchDaemon) -> None:
-    wait_until(lambda: verdict_of(refused, "startup-refused")["state"] == "ticket", 20, "the refusal is concluded")
-    verdict = verdict_of(refused, "startup-refused")
+    def told(name: str) -> dict[str, Any]:
+        return refused.verdict(name, engine=MODEL_NAME)
+
+    wait_until(lambda: told("startup-refused")["state"] == "ticket", 20, "the refusal is concluded")
+    verdict = told("startup-refused")
     evidence = verdict["evidence"]
     assert evidence["reason"] == "context_too_long"
     assert evidence["max_model_len"] == 4096
     assert evidence["largest_max_model_len"] == (POOL_BLOCKS - 1) * BLOCK_TOKENS  # vLLM keeps one block for itself
     assert any("--max-model-len" in action for action in verdict["advice"])
-    assert verdict_of(refused, "startup-oom")["state"] == "clear"
+    assert told("startup-oom")["state"] == "clear"
 
 
 @pytest.mark.real
