@@ -397,7 +397,7 @@ class Judge:
                 free=memory.free if memory else None,
                 segment=life.segment,
                 segment_start=life.segment_start,
-                asleep=self.node.engine(engine).state == "sleeping",
+                asleep=self.node.asleep(engine),
             )
             self._tell(self._seats("held", engine, view.uuid, process.pid), sample)
             self._tell(self._seats("engine", engine), sample)
@@ -425,7 +425,7 @@ class Judge:
             segment_start=life.segment_start,
             # The engine may have answered in a life before that of this process.
             ready_since=life.ready_since if life.ready_since > (report.started or 0.0) else None,
-            asleep=self.node.engine(engine).state == "sleeping",
+            asleep=self.node.asleep(engine),
         )
         if holder.kind == "engine":  # else it is the last word of a process that has ended
             self._tell(self._seats("held", engine, report.gpu, report.pid), sample)

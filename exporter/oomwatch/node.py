@@ -230,6 +230,11 @@ class Node:
         engine = self._engines.get(name)
         return EngineFacts(name=name) if engine is None else engine.facts
 
+    def asleep(self, name: str) -> bool:
+        """Whether one engine sleeps, by its latest page."""
+        engine = self._engines.get(name)
+        return engine is not None and self._engine_state(engine)[0] == "sleeping"
+
     def read_log(self, line: LogLine) -> News | None:
         """Fold a line of an engine's log in; what is new about how the engine fares."""
         self._t = max(self._t, line.t)
