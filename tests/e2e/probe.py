@@ -11,9 +11,10 @@ from pathlib import Path
 from threading import Event, Thread
 
 from oomwatch.probe_layout import Absence, Report, decode
+from tests.documents import REPOSITORY
 from tests.e2e.processes import wait_until
 
-SOURCE = Path(__file__).parents[2] / "probe"
+SOURCE = REPOSITORY / "probe"
 
 
 def install_probe(folder: Path) -> Path:

@@ -14,15 +14,16 @@ import requests
 
 from tests.e2e.daemon import OomwatchDaemon
 from tests.e2e.processes import wait_until
+from tests.sources.vllm.captures import CAPTURES
 
-CAPTURES = Path(__file__).parents[1] / "data" / "captures" / "0.32.0"
+FOLDER = CAPTURES / "0.32.0"
 SECRET = "sk-f00dcafe"
 PROMPT = "the patient's name is"
 LOGS = {
-    "too-long": CAPTURES / "failure-max-model-len-too-large.log",
-    "no-host-memory": CAPTURES / "failure-kv-space-exceeds-memory.log",
-    "wrong-blocks": CAPTURES / "failure-block-size-16.log",
-    "serving": CAPTURES / "kvleak.log",
+    "too-long": FOLDER / "failure-max-model-len-too-large.log",
+    "no-host-memory": FOLDER / "failure-kv-space-exceeds-memory.log",
+    "wrong-blocks": FOLDER / "failure-block-size-16.log",
+    "serving": FOLDER / "kvleak.log",
 }
 RAN_OUT = (
     "(Worker_TP0 pid=9) ERROR 11-29 17:10:00 [multiproc_executor.py:932] torch.OutOfMemoryError: CUDA out of "

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.documents import REPOSITORY
 from tests.e2e.engine import CPU_ENVIRONMENT, MODEL_NAME
 from tests.e2e.every_step import BLOCKS
 from tests.e2e.model import ensure_tiny_model
 from tests.e2e.vllm_setup import VllmVenv
 
-REPOSITORY = Path(__file__).parents[2]
 USABLE_BLOCKS = BLOCKS - 1
 
 
