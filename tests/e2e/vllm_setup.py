@@ -17,13 +17,14 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.commands import CommandError, run_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REQUIREMENTS = Path(__file__).with_name("vllm-requirements.txt")
@@ -187,26 +188,12 @@ def _only_one_installer(path: Path, deadline: float) -> Iterator[None]:
 
 
 def _run(command: Sequence[str], deadline: float, environment: Mapping[str, str] | None = None) -> str:
-    """Runs to the end or to the deadline, when the command and its children are killed; returns its output."""
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise VllmSetupError(f"Not finished in time, stopped: {' '.join(command)}. Raise --timeout.") from None
-            raise
-    if process.returncode != 0:
-        last_lines = "\n".join(output.splitlines()[-15:])
-        raise VllmSetupError(f"Exit status {process.returncode} of: {' '.join(command)}\n{last_lines}")
-    return output
+    try:
+        return run_until(deadline, command, environment=environment)
+    except TimeoutError as error:
+        raise VllmSetupError(f"{error} Raise --timeout.") from None
+    except CommandError as error:
+        raise VllmSetupError(str(error)) from None
 
 
 def _name_distribution_vllm(venv: VllmVenv) -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+
+from tests.commands import CommandError, run_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).with_name("view")
@@ -41,7 +41,8 @@ def built(sources: Path = SOURCES, cache: Path = CACHE) -> Path | None:
 def build(sources: Path = SOURCES, cache: Path = CACHE, timeout_s: float = TIMEOUT_S) -> Path:
     """The folder of the finished page; builds it first when it is not there, which takes a minute or two.
 
-    Raises ViewSetupError when that cannot be done here or not within ``timeout_s`` seconds.
+    Raises ViewSetupError when that cannot be done here, CommandError when npm fails, and TimeoutError after
+    ``timeout_s`` seconds.
     """
     existing = built(sources, cache)
     if existing is not None:
@@ -52,8 +53,8 @@ def build(sources: Path = SOURCES, cache: Path = CACHE, timeout_s: float = TIMEO
     with tempfile.TemporaryDirectory(prefix="grafana-view-", dir=cache) as folder:
         work = Path(folder) / "view"
         shutil.copytree(sources, work, ignore=shutil.ignore_patterns("node_modules", "dist"))
-        _run(_NPM, work, deadline)
-        _run(("npm", "run", "--silent", "build", "--", "--logLevel=error"), work, deadline)
+        run_until(deadline, _NPM, folder=work)
+        run_until(deadline, ("npm", "run", "--silent", "build", "--", "--logLevel=error"), folder=work)
         place = _place(sources, cache)
         # Whoever built the same at the same time may have been first.
         with contextlib.suppress(OSError):
@@ -91,23 +92,6 @@ def _check_node() -> None:
         raise ViewSetupError(f"Node.js is {version.strip()}, and building the page needs {wanted} or newer.")
 
 
-def _run(command: Sequence[str], folder: Path, deadline: float) -> None:
-    """Runs to the end or to the deadline, when the command and its children are killed."""
-    with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise ViewSetupError(f"Not finished in time, stopped: {' '.join(command)}.") from None
-            raise
-    if process.returncode != 0:
-        last_lines = "\n".join(output.splitlines()[-15:])
-        raise ViewSetupError(f"Exit status {process.returncode} of: {' '.join(command)}\n{last_lines}")
-
-
 def main() -> int:
     argparse.ArgumentParser(
         prog="python -m tests.grafana.view_setup",
@@ -116,7 +100,7 @@ def main() -> int:
     started = time.monotonic()
     try:
         path = build()
-    except (OSError, ViewSetupError) as error:
+    except (OSError, CommandError, ViewSetupError) as error:
         print(f"dashboard view: {error}", file=sys.stderr)
         return 1
     print(f"dashboard view ready in {path} ({time.monotonic() - started:.0f} s)")
