@@ -282,11 +282,9 @@ def _reckon(model: Model, device: Device, setup: Setup) -> tuple[Budget, Pool | 
 
 
 def _stage_budget(model: Model, device: Device, setup: Setup, stage: int) -> Budget:
-    requested = Figure(
-        math.ceil(device.total.value * setup.utilization),
-        math.ceil(device.total.low * setup.utilization),
-        math.ceil(device.total.high * setup.utilization),
-        f"{setup.utilization:g} of the device's total, whoever else is there (gpu_worker.py)",
+    requested = replace(
+        _each(device.total.times(setup.utilization), math.ceil),
+        source=f"{setup.utilization:g} of the device's total, whoever else is there (gpu_worker.py)",
     )
     budget = Budget(
         requested=requested,
@@ -336,8 +334,8 @@ def weights(model: Model, setup: Setup, stage: int = 0) -> Figure:
         if not counted:
             share = 1 / setup.ranks
             return _around(model.files_bytes * share, 0.02, "the size given")
-        more = sum(model.part_bytes(part) for layer in model.layers[-model.unloaded :] for part in layer.parts)
-        on_disk = counted + (more if model.unloaded else 0)
+        unloaded = model.layers[len(model.layers) - model.unloaded :]
+        on_disk = counted + sum(model.part_bytes(part) for layer in unloaded for part in layer.parts)
         source = "the size of its files, spread as the configuration says"
         return _around(model.files_bytes * mine / on_disk, 0.03, source)
     if not model.quantization.sure:
@@ -374,7 +372,8 @@ def activation(model: Model, setup: Setup, device: Device, stage: int = 0) -> Fi
 
     Both are dummy runs (vllm/v1/worker/gpu_model_runner.py: ``profile_run``).
     """
-    tokens, running = batched_tokens(setup, device), min(sequences(setup, device), batched_tokens(setup, device))
+    tokens = batched_tokens(setup, device)
+    running = min(sequences(setup, device), tokens)
     ranks = setup.tensor_parallel_size
     widest = max(
         (split / ranks + whole for layer in _layers(model, setup, stage) for split, whole in layer.widths), default=0.0
@@ -450,10 +449,7 @@ def pool_of(model: Model, setup: Setup, device: Device, memory: Figure, layers: 
     uniform = len(groups) == 1
     block_bytes = sum(page.bytes for page in groups[0]) if uniform else size * max(page.bytes for page in pages)
     length = setup.max_model_len or 1
-
-    def needed(tokens: int) -> int:
-        return sum(_blocks_for(group[0], tokens, setup, device) for group in groups)
-
+    needed = sum(_blocks_for(group[0], length, setup, device) for group in groups)
     override = setup.num_gpu_blocks_override
     if override is not None:
         blocks = Figure.exact(override, "--num-gpu-blocks-override")
@@ -461,7 +457,7 @@ def pool_of(model: Model, setup: Setup, device: Device, memory: Figure, layers: 
         blocks = replace(
             _each(memory, lambda size: max(0, size // block_bytes)), source=f"whole blocks of {block_bytes:,} bytes"
         )
-    concurrency = replace(blocks.times(1 / needed(length)), source="blocks by those of a request of --max-model-len")
+    concurrency = replace(blocks.times(1 / needed), source="blocks by those of a request of --max-model-len")
     block_tokens = min(page.tokens for page in pages if page.tokens)
     if setup.version >= TOKENS_BY_CONCURRENCY and not uniform:
         tokens = replace(concurrency.times(length), source="concurrency times length, as vLLM 0.21 and newer print it")
@@ -470,7 +466,7 @@ def pool_of(model: Model, setup: Setup, device: Device, memory: Figure, layers: 
             _each(blocks, lambda count: count // len(groups) * block_tokens),
             source="blocks times tokens of each, shared by the groups of layers",
         )
-    return Pool(block_bytes, block_tokens, blocks, tokens, concurrency, needed(length) * block_bytes)
+    return Pool(block_bytes, block_tokens, blocks, tokens, concurrency, needed * block_bytes)
 
 
 def _each(figure: Figure, change: Callable[[float], float]) -> Figure:
@@ -499,6 +495,7 @@ def _pages(model: Model, setup: Setup, layers: Sequence[Layer]) -> list[_Page]:
         # A block of attention is made as large as a state (platforms/interface.py: _align_hybrid_block_size).
         size = max(size, 16 * math.ceil(max(states) / max(tokens) / 16))
     page = max((size * one for one in tokens), default=0)
+    mixed = len({(one.kind, one.window) for one in caches}) > 1
     pages = []
     for cache in caches:
         if cache.kind == "state":
@@ -507,7 +504,6 @@ def _pages(model: Model, setup: Setup, layers: Sequence[Layer]) -> list[_Page]:
         else:
             each = token(cache)
             # Smaller layers get more tokens in a block of the same size where that comes out even, else padding.
-            mixed = len({(one.kind, one.window) for one in caches}) > 1
             grown = size * (page // (size * each)) if mixed and page % (size * each) == 0 else size
             pages.append(_Page(cache, grown, page if mixed else size * each))
     return pages
@@ -550,10 +546,9 @@ def _blocks_for(page: _Page, tokens: int, setup: Setup, device: Device) -> int:
     return math.ceil(min(cache.window - 1 + ahead, tokens) / page.tokens) + 1
 
 
-ONE_REQUEST = "one request of --max-model-len fits the pool"
-
-
 # --- does it start -----------------------------------------------------------------------------------------------
+
+ONE_REQUEST = "one request of --max-model-len fits the pool"
 
 
 def _checks(model: Model, device: Device, setup: Setup, budget: Budget, pool: Pool | None) -> tuple[Check, ...]:
@@ -575,10 +570,14 @@ def _checks(model: Model, device: Device, setup: Setup, budget: Budget, pool: Po
     elif not fixed:
         checks.append(Check("something is left for the pool", Figure.exact(0, ""), budget.pool,
                             "No available memory for the cache blocks"))  # fmt: skip
-    everything = total((*budget.inside, *budget.outside, _pool_taken(budget, pool)))
-    checks.append(Check("all of it fits the device", everything, device.total.minus((held,), "the device"),
+    checks.append(Check("all of it fits the device", _taken(budget, pool), device.total.minus((held,), "the device"),
                         "CUDA out of memory, while it profiles or captures graphs"))  # fmt: skip
     return tuple(checks)
+
+
+def _taken(budget: Budget, pool: Pool | None) -> Figure:
+    """All that the tightest rank takes of its device."""
+    return total((*budget.inside, *budget.outside, _pool_taken(budget, pool)))
 
 
 def _pool_taken(budget: Budget, pool: Pool | None) -> Figure:
@@ -603,14 +602,12 @@ def _limits(model: Model, device: Device, setup: Setup, margin: int) -> Limits:
     """Utilization first: the others hold at the one that was asked for, or at the largest below it that fits."""
     length = setup.max_model_len or 1
 
-    def fits(changed: Setup, *, at_least_one: bool = True) -> bool:
+    def fits(changed: Setup, *, at_least_one: bool = True, running: int = 0) -> bool:
         budget, pool, checks = _reckon(model, device, changed)
         needed = [check for check in checks if at_least_one or check.name != ONE_REQUEST]
-        return all(check.answer == "yes" for check in needed) and _free(device, budget, pool) >= margin
-
-    def holds(changed: Setup, running: int) -> bool:
-        _, pool, _ = _reckon(model, device, changed)
-        return pool is not None and pool.concurrency.low >= running
+        if any(check.answer != "yes" for check in needed) or _free(device, budget, pool) < margin:
+            return False
+        return not running or (pool is not None and pool.concurrency.low >= running)
 
     if setup.kv_cache_memory_bytes is not None:
         smallest = largest = None
@@ -629,9 +626,7 @@ def _limits(model: Model, device: Device, setup: Setup, margin: int) -> Limits:
     return Limits(
         utilization=there.utilization,
         max_model_len=_largest(lambda n: fits(replace(there, max_model_len=n)), max(length, model.max_len or length)),
-        max_num_seqs=_largest(
-            lambda n: fits(replace(there, max_num_seqs=n)) and holds(replace(there, max_num_seqs=n), n), 65_536
-        ),
+        max_num_seqs=_largest(lambda n: fits(replace(there, max_num_seqs=n), running=n), 65_536),
         smallest_utilization=None if smallest is None else smallest / 100,
         largest_utilization=None if smallest is None or largest is None else largest / 100,
     )
@@ -639,8 +634,7 @@ def _limits(model: Model, device: Device, setup: Setup, margin: int) -> Limits:
 
 def _free(device: Device, budget: Budget, pool: Pool | None) -> float:
     """Bytes that stay free on the device at the worse ends."""
-    taken = total((*budget.inside, *budget.outside, _pool_taken(budget, pool)))
-    return device.total.low - device.held - taken.high
+    return device.total.low - device.held - _taken(budget, pool).high
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int | None:
