@@ -241,10 +241,7 @@ class Node:
         entry = entry_of(line)
         if entry is None:
             return None
-        engine = self._engines.get(line.engine)
-        if engine is None:
-            self._attribution_made = None
-            engine = self._engines[line.engine] = _Engine(EngineFacts(name=line.engine))
+        engine = self._heard_of(line.engine)
         facts = told_facts(engine.facts, entry)
         if facts != engine.facts:
             self._attribution_made = None
@@ -383,11 +380,16 @@ class Node:
         else:
             engine.gone_at = None
 
-    def _apply_scrape(self, scrape: EngineScrape) -> None:
-        engine = self._engines.get(scrape.engine)
+    def _heard_of(self, name: str) -> _Engine:
+        """An engine that something was read of; nothing but its name is known of one that is new."""
+        engine = self._engines.get(name)
         if engine is None:
             self._attribution_made = None
-            engine = self._engines[scrape.engine] = _Engine(EngineFacts(name=scrape.engine))
+            engine = self._engines[name] = _Engine(EngineFacts(name=name))
+        return engine
+
+    def _apply_scrape(self, scrape: EngineScrape) -> None:
+        engine = self._heard_of(scrape.engine)
         engine.scrape = scrape
         if scrape.healthy != NOT_READ or not scrape.answered:
             engine.healthy = scrape.healthy
