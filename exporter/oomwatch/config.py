@@ -253,11 +253,7 @@ class EngineLogConfig(Section):
 
     @classmethod
     def contradictions(cls, data: Mapping[str, Any]) -> Iterator[Contradiction]:
-        given = [key for key in ("file", "journal", "container") if data.get(key)]
-        if not given:
-            yield Contradiction((), "one of file, journal and container is required")
-        if len(given) > 1:
-            yield Contradiction((given[1],), f"{given[0]} is set as well. Keep one")
+        yield from _one_of(data, "file", "journal", "container")
 
 
 class EngineConfig(Section):
@@ -445,11 +441,7 @@ class NeighbourConfig(Section):
 
     @classmethod
     def contradictions(cls, data: Mapping[str, Any]) -> Iterator[Contradiction]:
-        given = [key for key in ("process", "container", "pod_uid") if data.get(key)]
-        if not given:
-            yield Contradiction((), "one of process, container and pod_uid is required")
-        if len(given) > 1:
-            yield Contradiction((given[1],), f"{given[0]} is set as well. Keep one")
+        yield from _one_of(data, "process", "container", "pod_uid")
 
 
 class Access(Section):
@@ -672,6 +664,14 @@ class Config(Section):
     def timeout(self, engine: EngineConfig | None) -> float:
         """Seconds that a request to an engine may take; None stands for one that was found."""
         return min((engine or self.discovery).timeout, self.intervals.scrape)
+
+
+def _one_of(data: Mapping[str, Any], *keys: str) -> Iterator[Contradiction]:
+    given = [key for key in keys if data.get(key)]
+    if not given:
+        yield Contradiction((), f"one of {', '.join(keys[:-1])} and {keys[-1]} is required")
+    if len(given) > 1:
+        yield Contradiction((given[1],), f"{given[0]} is set as well. Keep one")
 
 
 def _twice(data: Mapping[str, Any], key: str, field: str) -> Iterator[Contradiction]:
