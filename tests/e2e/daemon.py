@@ -18,6 +18,11 @@ from tests.e2e.processes import ServerProcess, free_port, wait_until
 START_TIMEOUT_S = 30.0
 
 
+def intervals(each: str) -> dict[str, str]:
+    """The same one for everything that the daemon looks at, as its configuration has it."""
+    return dict.fromkeys(("gpu", "processes", "scrape", "host", "discovery"), each)
+
+
 @dataclass(frozen=True)
 class Page:
     """A page of the daemon's metrics: series to value, the labels in the order of their names."""

@@ -22,7 +22,7 @@ from oomwatch.probe_layout import Absence, Report
 from oomwatch_probe.mailbox import own_identity, remove_leftovers
 from tests.e2e import kvleak
 from tests.e2e.conftest import StartEngine
-from tests.e2e.daemon import OomwatchDaemon, Page
+from tests.e2e.daemon import OomwatchDaemon, Page, intervals
 from tests.e2e.engine import MODEL_NAME, POOL_BLOCKS, Role, VllmEngine
 from tests.e2e.model import FIRST_BYTE_TOKEN
 from tests.e2e.probe import ProbeFolder, install_probe, number
@@ -163,9 +163,8 @@ class TestALeakingServer:
 
 @pytest.fixture(scope="module")
 def daemon(probed: Probed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OomwatchDaemon]:
-    every = dict.fromkeys(("gpu", "processes", "scrape", "host", "discovery"), "1s")
     config = {
-        "intervals": every,
+        "intervals": intervals("1s"),
         "probe": {"directory": str(probed.probe.path), "interval": "1s"},
         "engines": [{"name": WATCHED, "url": probed.engine.url}],  # others may run on this host
     }

@@ -27,7 +27,7 @@ import requests
 from tests.e2e import kvleak
 from tests.e2e.alert_chain import AlertChain
 from tests.e2e.conftest import StartEngine
-from tests.e2e.daemon import OomwatchDaemon
+from tests.e2e.daemon import OomwatchDaemon, intervals
 from tests.e2e.engine import Completion, Load, VllmEngine
 from tests.e2e.processes import ServerError, wait_until
 from tests.e2e.vllm_setup import VllmVenv
@@ -35,7 +35,7 @@ from tests.e2e.vllm_setup import VllmVenv
 INTERVAL_S = 1.0
 STUCK_AFTER_S = 10.0
 CONFIG: dict[str, object] = {
-    "intervals": dict.fromkeys(("gpu", "processes", "scrape", "host", "discovery"), f"{INTERVAL_S:g}s"),
+    "intervals": intervals(f"{INTERVAL_S:g}s"),
     "detection": {
         "thresholds": {
             "kv_block_leak": {"confirm_within": "1m"},

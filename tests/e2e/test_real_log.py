@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import StartEngine
-from tests.e2e.daemon import OomwatchDaemon
+from tests.e2e.daemon import OomwatchDaemon, intervals
 from tests.e2e.engine import BLOCK_TOKENS, MODEL_NAME, POOL_BLOCKS
 from tests.e2e.processes import ServerError, wait_until
 
 SECRET = "sk-f00dcafe-of-the-operator"
 CONFIG = {
     "engine_logs": {"interval": "1s"},
-    "intervals": dict.fromkeys(("gpu", "processes", "scrape", "host", "discovery"), "1s"),
+    "intervals": intervals("1s"),
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 import requests
 
 from tests.e2e.conftest import StartEngine
-from tests.e2e.daemon import OomwatchDaemon, Page
+from tests.e2e.daemon import OomwatchDaemon, Page, intervals
 from tests.e2e.engine import BLOCK_TOKENS, POOL_BLOCKS, Role, VllmEngine
 from tests.e2e.processes import wait_until
 from tests.e2e.prometheus import PrometheusServer, scrape_config
@@ -28,9 +28,7 @@ TWO_INTERVALS_S = 2 * INTERVAL_S
 # and up to one until the scrape that ends the third, or two where the jitter of scrapes makes the third too short by a
 # hair. The last one is for a machine that is busy with the server itself.
 FROZEN_WITHIN_S = 7 * INTERVAL_S
-CONFIG: dict[str, object] = {
-    "intervals": dict.fromkeys(("gpu", "processes", "scrape", "host", "discovery"), f"{INTERVAL_S:g}s")
-}
+CONFIG: dict[str, object] = {"intervals": intervals(f"{INTERVAL_S:g}s")}
 # Two ranks are eight processes, each of which reads vLLM's modules for 13 s of processor time before it answers.
 ENGINE_START_TIMEOUT_S = 480.0
 USABLE_BLOCKS = POOL_BLOCKS - 1

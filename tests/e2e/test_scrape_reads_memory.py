@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.conftest import MakeSim
-from tests.e2e.daemon import OomwatchDaemon
+from tests.e2e.daemon import OomwatchDaemon, intervals
 from tests.e2e.processes import wait_until
 from tests.nvml_sim import environment
 from tests.nvml_sim.layout import Family
 from tests.sources.vllm.captures import capture
 from tests.sources.vllm.servers import Engine, FakeVllm
-
-SELDOM = dict.fromkeys(("gpu", "scrape", "host", "discovery", "processes"), "300s")
 
 
 def test_a_scrape_calls_neither_driver_nor_engine(tmp_path: Path, nvml_library: Path, make_sim: MakeSim) -> None:
@@ -21,7 +19,7 @@ def test_a_scrape_calls_neither_driver_nor_engine(tmp_path: Path, nvml_library: 
         config = {
             "engines": [{"name": "chat", "url": engine.url}],
             "discovery": {"enabled": False},
-            "intervals": SELDOM,
+            "intervals": intervals("300s"),
             "history": {"directory": str(tmp_path)},
         }
         with OomwatchDaemon(tmp_path, config, environment=environment(nvml_library, sim)) as daemon:
