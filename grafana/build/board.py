@@ -32,7 +32,6 @@ class Board:
     rows: Sequence[Row]
     links: Sequence[dashboard.DashboardLink]
     annotations: Sequence[dashboard.AnnotationQuery] = ()
-    span: str = "now-6h"
 
     def built(self) -> dashboard.Dashboard:
         for shown in (*self.links, *self.annotations):
@@ -44,7 +43,7 @@ class Board:
             tags=[TAG],
             editable=False,
             graph_tooltip=dashboard.DashboardCursorSync.CROSSHAIR,
-            time=dashboard.DashboardDashboardTime(from_val=self.span, to="now"),
+            time=dashboard.DashboardDashboardTime(from_val="now-6h", to="now"),
             refresh="1m",
             templating=dashboard.DashboardDashboardTemplating(list_val=list(self.variables)),
             annotations=dashboard.AnnotationContainer(list_val=list(self.annotations)),

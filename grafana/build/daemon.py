@@ -11,7 +11,6 @@ from grafana.build.queries import JOB, NODES, Scope
 
 S = Scope(NODES)
 NODE = "job, instance"
-GONE = "No data: no daemon answers"
 NO_DRIVER = "No GPU is read on these nodes (nvml.enabled, or the demo), or no data: see Nodes"
 NOT_KEPT = "Nothing is kept (history.enabled is false, or the demo), or no data: see Nodes"
 

@@ -25,18 +25,15 @@ from oomwatch.verdicts import KILLERS
 
 D = Scope(GPU)
 N = Scope(NODE)
-WRONG = f"{unsilenced(D)} > 0"
 UNREAD = "The driver gives no number, or no data: see What has no value"
 
 
 def _or_why(expr: str, reading: str) -> str:
     """-1 where the device does not support it, -2 where it could not be read."""
     absent = "oomwatch_gpu_value_absent"
-    of_reading, unsupported = f'reading="{reading}"', 'reason="NOT_SUPPORTED"'
-    return (
-        f"{expr} or -max({D(absent, of_reading, unsupported)})"
-        f" or -2 * max({D(absent, of_reading, unsupported.replace('=', '!=', 1))})"
-    )
+    unsupported = D(absent, f'reading="{reading}"', 'reason="NOT_SUPPORTED"')
+    unreadable = D(absent, f'reading="{reading}"', 'reason!="NOT_SUPPORTED"')
+    return f"{expr} or -max({unsupported}) or -2 * max({unreadable})"
 
 
 _now = Row(

@@ -24,8 +24,11 @@ PLAIN = "text"
 
 KILLER_COLOURS: Mapping[str, str] = {"capacity": SKY, "fragmentation": PURPLE, "leak": ORANGE, "health": GREEN}
 
+Words = Mapping[float, tuple[str, str]]
+"""What numbers are shown as: a word, in a colour."""
+
 UNKNOWN, NOT_WATCHED = -1, 4
-STATES: Mapping[float, tuple[str, str]] = {
+STATES: Words = {
     UNKNOWN: ("unknown", GREY),
     0: ("clear", BLUE),
     1: ("info", SKY),
@@ -33,7 +36,7 @@ STATES: Mapping[float, tuple[str, str]] = {
     3: ("page", VERMILLION),
     NOT_WATCHED: ("not watched", VERMILLION),
 }
-UP: Mapping[float, tuple[str, str]] = {0: ("no", VERMILLION), 1: ("yes", BLUE)}
+UP: Words = {0: ("no", VERMILLION), 1: ("yes", BLUE)}
 VERDICT_COLOURS: Mapping[str, str] = {name: KILLER_COLOURS[entry.killer] for name, entry in CATALOGUE.items()}
 HOLDER_COLOURS: Mapping[str, str] = {"engine": BLUE, "neighbour": GREEN, "unknown": YELLOW}
 ROLE_COLOURS: Mapping[str, str] = {"api_server": SKY, "engine_core": ORANGE, "worker": BLUE, "other": GREY}
@@ -48,10 +51,10 @@ SOURCE_COLOURS: Mapping[str, str] = {
     "log": GREY,
 }
 ERROR_COLOURS: Mapping[str, str] = {"GPU_IS_LOST": VERMILLION, "TIMEOUT": ORANGE, "NOT_SUPPORTED": GREY}
-NOT_READ: Mapping[float, tuple[str, str]] = {-2: ("cannot be read", VERMILLION), -1: ("not supported", GREY)}
+NOT_READ: Words = {-2: ("cannot be read", VERMILLION), -1: ("not supported", GREY)}
 
 
-def mapping(words: Mapping[float, tuple[str, str]]) -> dashboard.ValueMap:
+def mapping(words: Words) -> dashboard.ValueMap:
     """Numbers shown as words, in a colour."""
     return dashboard.ValueMap(
         options={

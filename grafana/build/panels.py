@@ -18,24 +18,22 @@ from grafana_foundation_sdk.builders import timeseries as many_series
 from grafana_foundation_sdk.models import common, dashboard, prometheus
 
 from grafana.build.board import SOURCE
-from grafana.build.look import BLUE, ORDER, PLAIN, STATES, mapping, nothing, thresholds
+from grafana.build.look import BLUE, ORDER, PLAIN, STATES, Words, mapping, nothing, thresholds
 
 NONE = "-"
 """What an empty cell of a table shows."""
 
-Words = Mapping[float, tuple[str, str]]
-
 
 @dataclass(frozen=True)
 class Query:
-    """PromQL and the name of its series. ``colour``, ``unit``, ``style`` and ``right`` change how these are drawn."""
+    """PromQL, the name of its series, and how these are drawn; dashed ones are never stacked."""
 
     expr: str
     legend: str = "__auto"
     colour: str = ""
     unit: str = ""
     dashed: bool = False
-    filled: bool | None = None
+    filled: bool = False
     right: bool = False
 
 
@@ -210,19 +208,18 @@ def table(
     letters = [f"Value #{letter}" for letter in string.ascii_uppercase] if len(columns) > 1 else ["Value"]
     values = dict(zip(letters, columns, strict=False))
     shown = {name: column.title for name, column in values.items() if column.shown}
+    hidden = {name: column.title for name, column in values.items() if not column.shown}
     renamed = {**labels, **shown}
     places = {name: place for place, name in enumerate(order or (*labels.values(), *shown.values()))}
     # By the name that the field has before it is hidden or gets its title.
-    by = next((name for name, title in renamed.items() if title == sort), "") or next(
-        name for name, column in values.items() if column.title == sort
-    )
+    by = next(name for name, title in {**renamed, **hidden}.items() if title == sort)
     panel.transformations = [
         dashboard.DataTransformerConfig(id_val="merge", options={}),
         dashboard.DataTransformerConfig(id_val="sortBy", options={"fields": {}, "sort": [{"field": by, "desc": True}]}),
         dashboard.DataTransformerConfig(
             id_val="organize",
             options={
-                "excludeByName": dict.fromkeys(("Time", *(name for name in values if name not in shown)), True),
+                "excludeByName": dict.fromkeys(("Time", *hidden), True),
                 "indexByName": {name: places[title] for name, title in renamed.items() if title in places},
                 "renameByName": renamed,
             },
