@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,7 +176,6 @@ def _files_bytes(folder: Path) -> int | None:
 
 _LIMIT = 1 << 40
 
-
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "llama": {
         "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -341,6 +341,11 @@ _PLAIN_MLP = (
 )  # fmt: skip
 
 
+def _letters(pattern: str) -> list[str]:
+    """Of a ``hybrid_override_pattern`` one for each layer: Mamba, attention, MLP or experts."""
+    return [letter for letter in pattern if letter in "M*-E"]
+
+
 class _Shape:
     """The layers of a text model."""
 
@@ -381,7 +386,7 @@ class _Shape:
             return ["mamba2" if self.kind == "mamba2" else "mamba"] * self.count
         if pattern := text.text("hybrid_override_pattern"):
             names = {"M": "mamba2", "*": "full"}
-            found = [names.get(letter, "none") for letter in pattern if letter in "M*-E"]
+            found = [names.get(letter, "none") for letter in _letters(pattern)]
         elif listed := [str(one) for one in text.listed("layer_types") or text.listed("layers_block_type")]:
             found = [self._named(one) for one in listed]
         elif (linear := text.part("linear_attn_config")) is not None:
@@ -439,19 +444,22 @@ class _Shape:
         caches: list[Cache] = []
         widths: list[tuple[int, int]] = []
         for kind in self.types[index].split("+"):
-            if kind in ("full", "sliding", "chunked"):
-                parts, cache, width = self._attention(index, kind)
-            elif kind == "none":
-                continue
-            else:
-                parts, cache, width = self._state(kind)
+            match kind:
+                case "full" | "sliding" | "chunked":
+                    parts, cache, width = self._attention(index, kind)
+                case "none":
+                    continue
+                case _:
+                    parts, cache, width = self._state(kind)
             mixer_parts += parts
             caches += [] if cache is None else [cache]
             widths.append(width)
         mlp_parts, mlp_widths = self._mlp(index)
         return Layer((*mixer_parts, *mlp_parts), tuple(caches), (*widths, *mlp_widths))
 
-    def _attention(self, index: int, kind: str) -> tuple[list[Part], Cache | None, tuple[int, int]]:
+    def _attention(
+        self, index: int, kind: Literal["full", "sliding", "chunked"]
+    ) -> tuple[list[Part], Cache | None, tuple[int, int]]:
         text, hidden = self.text, self.hidden
         latent = text.maybe("kv_lora_rank")
         if latent:
@@ -470,12 +478,11 @@ class _Shape:
         keys = 0 if shares else hidden * kv_heads * (head_dim + value_dim)
         wide = heads * head_dim * (gate + 1) + kv_heads * (head_dim + value_dim)
         window = {
+            "full": None,
             "sliding": text.maybe("sliding_window", "sliding_window_size"),
             "chunked": text.maybe("attention_chunk_size"),
-        }
-        cache = None if shares else Cache(
-            kind=kind, heads=kv_heads, width=head_dim + value_dim, window=window.get(kind) or 0  # type: ignore[arg-type]  # one of the three, by the caller
-        )  # fmt: skip
+        }[kind]
+        cache = None if shares else Cache(kind, kv_heads, head_dim + value_dim, window=window or 0)
         return [Part("attention", query + keys)], cache, (wide, 3 * hidden)
 
     def _shares_cache(self, index: int) -> bool:
@@ -582,7 +589,7 @@ class _Shape:
     def _mlp(self, index: int) -> tuple[list[Part], list[tuple[int, int]]]:
         text, hidden = self.text, self.hidden
         if pattern := text.text("hybrid_override_pattern"):
-            letter = [one for one in pattern if one in "M*-E"][index]
+            letter = _letters(pattern)[index]
             if letter in "M*":
                 return [], []
             if letter == "-":
@@ -654,13 +661,13 @@ def given_sizes(weights: int, bytes_per_token: int | None, name: str = "given") 
 
 def kinds(model: Model) -> Sequence[tuple[str, int]]:
     """How many layers keep which kind of cache, for people: ``("sliding window of 4,096", 21)``."""
-    counted: dict[str, int] = {}
-    for cache in (cache for layer in model.layers for cache in layer.caches):
-        text = {
-            "full": "full attention",
-            "sliding": f"sliding window of {cache.window:,} tokens",
-            "chunked": f"chunks of {cache.window:,} tokens",
-            "state": "state",
-        }[cache.kind]
-        counted[text] = counted.get(text, 0) + 1
-    return tuple(counted.items())
+    return tuple(Counter(_kind(cache) for layer in model.layers for cache in layer.caches).items())
+
+
+def _kind(cache: Cache) -> str:
+    return {
+        "full": "full attention",
+        "sliding": f"sliding window of {cache.window:,} tokens",
+        "chunked": f"chunks of {cache.window:,} tokens",
+        "state": "state",
+    }[cache.kind]
