@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from grafana_foundation_sdk.models import dashboard
-
 from grafana.build import variables
 from grafana.build.annotations import annotation
 from grafana.build.board import Board, Row
@@ -19,7 +17,6 @@ from grafana.build.look import (
     ROLE_COLOURS,
     SKY,
     STATES,
-    VERDICT_COLOURS,
     VERMILLION,
 )
 from grafana.build.panels import Column, Query, series, stat, table
@@ -33,12 +30,10 @@ from grafana.build.queries import (
     SUBJECT,
     Scope,
     causes_first,
-    of,
     unsilenced,
     with_index,
-    worst,
 )
-from oomwatch.verdicts import KILLERS
+from grafana.build.verdicts import COLUMNS, over_time, pages, worst_by_killer
 
 E = Scope(ENGINE)
 R = Scope(RANKS)
@@ -67,13 +62,10 @@ _now = Row(
             steps=((None, VERMILLION),),
             width=4,
         ),
-        stat(
-            "Worst verdict by killer",
+        worst_by_killer(
+            V,
             "About this engine, its ranks, processes and GPUs. Good: clear. Unknown: something that is needed is "
             "missing; the reasons are below.",
-            tuple(Query(worst(V, of(killer)), killer) for killer in KILLERS),
-            words=STATES,
-            width=10,
         ),
         stat(
             "Least time left",
@@ -107,21 +99,11 @@ _now = Row(
 _verdicts = Row(
     "What is wrong, and the numbers that say so",
     (
-        series(
-            "Verdicts over time",
+        over_time(
+            V,
             "Every verdict that is not clear, and the worst of all; -1 is unknown; coloured by killer. Good: the "
             "worst one stays at clear. Marks: restarts, sleep, the beginning of pages.",
-            (
-                Query(worst(V), "worst of all", colour=GREY, dashed=True),
-                Query(f"max by (verdict) ({unsilenced(V)}) > 0", "{{verdict}}"),
-            ),
-            unit="none",
-            stepped=True,
-            words=STATES,
-            lowest=-1,
-            highest=3,
-            decimals=0,
-            colours=VERDICT_COLOURS,
+            "verdict",
             width=12,
         ),
         table(
@@ -174,16 +156,7 @@ _verdicts = Row(
                 Column("", f"max by ({SUBJECT}, cause) ({V('oomwatch_verdict_symptom')})", shown=False),
                 Column("order", causes_first(f"max by ({SUBJECT}) ({WRONG})", V, SUBJECT), shown=False),
             ),
-            {
-                "killer": "Killer",
-                "verdict": "Verdict",
-                "engine": "Engine",
-                "rank": "Rank",
-                "gpu": "GPU",
-                "mig": "MIG",
-                "pid": "Pid",
-                "cause": "Symptom of",
-            },
+            COLUMNS,
             sort="order",
             order=(
                 "State",
@@ -620,27 +593,6 @@ _facts = Row(
 )
 
 _ASLEEP = R("oomwatch_engine_sleep_state", 'state!="awake"')
-ANNOTATIONS: tuple[dashboard.AnnotationQuery, ...] = (
-    annotation(
-        "Restarts",
-        f"changes({E('oomwatch_engine_restarts_total')}[$__rate_interval]) > 0",
-        "{{engine}} was restarted",
-        PURPLE,
-    ),
-    annotation(
-        "Sleep",
-        f"max by (engine, state) (max_over_time({_ASLEEP}[$__rate_interval])) > 0",
-        "{{engine}} sleeps: {{state}}",
-        SKY,
-    ),
-    annotation(
-        "Pages",
-        f"{V('oomwatch_verdict_state_timestamp_seconds')} * 1000 and {V('oomwatch_verdict_state')} == 3",
-        "{{verdict}} pages",
-        VERMILLION,
-        at_value=True,
-    ),
-)
 
 BOARD = Board(
     uid="oomwatch-engine",
@@ -660,5 +612,19 @@ BOARD = Board(
         to_board("GPU", "oomwatch-gpu", "instance"),
         to_board("Self", "oomwatch-self", "instance"),
     ),
-    annotations=ANNOTATIONS,
+    annotations=(
+        annotation(
+            "Restarts",
+            f"changes({E('oomwatch_engine_restarts_total')}[$__rate_interval]) > 0",
+            "{{engine}} was restarted",
+            PURPLE,
+        ),
+        annotation(
+            "Sleep",
+            f"max by (engine, state) (max_over_time({_ASLEEP}[$__rate_interval])) > 0",
+            "{{engine}} sleeps: {{state}}",
+            SKY,
+        ),
+        pages(V, "{{verdict}} pages"),
+    ),
 )

@@ -19,6 +19,7 @@ from grafana.build.look import (
 )
 from grafana.build.panels import Column, Query, bars, series, stat, table
 from grafana.build.queries import JOB, NODES, SUBJECT, Scope, causes_first, of, or_zero, unsilenced, with_index
+from grafana.build.verdicts import COLUMNS
 from oomwatch.verdicts import KILLERS
 
 S = Scope(NODES)
@@ -155,18 +156,7 @@ _where = Row(
                 Column("", f"max by ({ABOUT}, cause) ({S('oomwatch_verdict_symptom')})", shown=False),
                 Column("order", causes_first(_of_raised(S("oomwatch_verdict_state")), S, ABOUT), shown=False),
             ),
-            {
-                "instance": "Node",
-                "killer": "Killer",
-                "verdict": "Verdict",
-                "engine": "Engine",
-                "rank": "Rank",
-                "gpu": "GPU",
-                "mig": "MIG",
-                "pid": "Pid",
-                "cause": "Symptom of",
-                "job": "Job",
-            },
+            {"instance": "Node", "job": "Job", **COLUMNS},
             sort="order",
             links={"Engine": (_to_engine,), "GPU": (_to_gpu,)},
             widths={"Node": 180, "Verdict": 180, "Rank": 70, "Pid": 90},

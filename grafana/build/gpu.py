@@ -15,13 +15,11 @@ from grafana.build.look import (
     ORANGE,
     PLAIN,
     SKY,
-    STATES,
-    VERDICT_COLOURS,
     VERMILLION,
 )
 from grafana.build.panels import Column, Query, series, stat, table
-from grafana.build.queries import GPU, JOB, NODE, Scope, of, unsilenced, worst
-from oomwatch.verdicts import KILLERS
+from grafana.build.queries import GPU, JOB, NODE, Scope
+from grafana.build.verdicts import over_time, pages, worst_by_killer
 
 D = Scope(GPU)
 N = Scope(NODE)
@@ -39,13 +37,7 @@ def _or_why(expr: str, reading: str) -> str:
 _now = Row(
     "",
     (
-        stat(
-            "Worst verdict by killer",
-            "About this device, and what the engines' processes do on it. Good: clear.",
-            tuple(Query(worst(D, of(killer)), killer) for killer in KILLERS),
-            words=STATES,
-            width=10,
-        ),
+        worst_by_killer(D, "About this device, and what the engines' processes do on it. Good: clear."),
         stat(
             "Free now",
             "What a process can still have. Small is normal beside vLLM: what counts is that it does not shrink.",
@@ -168,20 +160,11 @@ _holders = Row(
 _verdicts = Row(
     "What is wrong, and what cannot be known",
     (
-        series(
-            "Verdicts over time",
+        over_time(
+            D,
             "Every verdict about this device that is not clear, and the worst of all; -1 is unknown. Good: clear.",
-            (
-                Query(worst(D), "worst of all", colour=GREY, dashed=True),
-                Query(f"max by (verdict, engine) ({unsilenced(D)}) > 0", "{{verdict}} {{engine}}"),
-            ),
-            unit="none",
-            stepped=True,
-            words=STATES,
-            lowest=-1,
-            highest=3,
-            decimals=0,
-            colours=VERDICT_COLOURS,
+            "verdict",
+            "engine",
             width=14,
         ),
         table(
@@ -320,12 +303,6 @@ BOARD = Board(
             "Xid {{code}}",
             VERMILLION,
         ),
-        annotation(
-            "Pages",
-            f"{D('oomwatch_verdict_state_timestamp_seconds')} * 1000 and {D('oomwatch_verdict_state')} == 3",
-            "{{verdict}} {{engine}} pages",
-            VERMILLION,
-            at_value=True,
-        ),
+        pages(D, "{{verdict}} {{engine}} pages"),
     ),
 )
