@@ -154,7 +154,6 @@ class AllocatorFragmentation:
         self._short_last = 0.0
         self._ready = False
         self._sample: AllocatorSample | None = None
-        self._failed_at: float | None = None
 
     def observe(self, sample: Sample) -> None:
         """Takes in what the allocator tells; everything else tells it nothing."""
@@ -173,16 +172,10 @@ class AllocatorFragmentation:
         if not self._ready:
             return
         self._transient.add(report)
-        self._learn_of_failure(sample)
-        self._compare(sample)
-
-    def _learn_of_failure(self, sample: AllocatorSample) -> None:
-        failure = sample.report.failure
-        if failure is None or failure.t == self._failed_at or failure.t < sample.segment_start:
-            return
-        self._failed_at = failure.t
-        if failure.wanted is not None:
+        failure = report.failure
+        if failure is not None and failure.wanted is not None and failure.t >= sample.segment_start:
             self._transient.asked(failure.wanted)
+        self._compare(sample)
 
     def _compare(self, sample: AllocatorSample) -> None:
         """Whether the largest transient would fit now. While it is in use itself, that cannot be told."""
