@@ -1113,10 +1113,9 @@ class ConcurrencyLow:
             self._standing.reset()
         self._fresh.seen(sample.t)
         pool = sample.reading.pool
-        tokens, concurrency = known(pool.tokens), known(pool.max_concurrency)
+        tokens = known(pool.tokens)
         self._max_len = sample.facts.max_model_len
-        if concurrency is None and tokens is not None and self._max_len:
-            concurrency = tokens / self._max_len
+        concurrency = _concurrency(known(pool.max_concurrency), tokens, self._max_len)
         if concurrency is not None:
             self._held[sample.rank] = (concurrency, tokens)
 
@@ -1129,10 +1128,7 @@ class ConcurrencyLow:
         if start.phase == "over" or start.refusals:
             return
         for rank, pool in start.pools.items():
-            length = pool.max_model_len or start.max_model_len
-            concurrency = pool.concurrency
-            if concurrency is None and pool.tokens is not None and length:
-                concurrency = pool.tokens / length
+            concurrency = _concurrency(pool.concurrency, pool.tokens, pool.max_model_len or start.max_model_len)
             if concurrency is not None:
                 self._told[rank] = (concurrency, pool.tokens)
         if self._max_len is None:
@@ -1159,3 +1155,10 @@ class ConcurrencyLow:
         means = "one such request cannot be served" if concurrency < 1 else "one such request starves the rest"
         summary = f"The KV pool{size} holds {concurrency:.2f} requests of the longest length: {means}."
         return Finding("ticket" if low else "info", 1.0, summary, evidence)
+
+
+def _concurrency(told: float | None, tokens: int | None, length: int | None) -> float | None:
+    """How many requests of the longest length a pool holds: as it is told, else by the pool's tokens."""
+    if told is None and tokens is not None and length:
+        return tokens / length
+    return told
