@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 Config = Mapping[str, object]
 
@@ -99,7 +100,7 @@ class Startup:
     tokens: int | None = None
     concurrency: float | None = None
     needed: float | None = None
-    flags: Mapping[str, object] = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.name

@@ -14,7 +14,7 @@ ROUNDED = 0.006  # GiB: vLLM prints two decimals
 
 
 def setup_of(startup: Startup) -> Setup:
-    return Setup(version=startup.version, **startup.flags)  # type: ignore[arg-type]  # the table's flags are Setup's
+    return Setup(version=startup.version, **startup.flags)
 
 
 def reckoned(startup: Startup) -> Plan:
