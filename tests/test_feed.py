@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from oomwatch.config import Config
 from oomwatch.feed import NodeFeed
 from oomwatch.observations import EngineFacts, EngineUpdate, LogLine, Observation, TargetRemoved
 from oomwatch.snapshot import EMPTY, EngineView, Snapshot
+from tests.e2e.processes import wait_until
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,7 @@ def writing_to(log: Path) -> Iterator[int]:
         size = log.stat().st_size
         process = subprocess.Popen([sys.executable, "-c", WRITES], stdin=subprocess.PIPE, stdout=output, stderr=output)
     try:
-        deadline = time.monotonic() + 20
-        while log.stat().st_size == size and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: log.stat().st_size > size, 20, "its line is written", interval_s=0.01)
         yield process.pid
     finally:
         process.communicate(b"", timeout=10)
