@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from xdist.scheduler import LoadScopeScheduling
+from xdist.scheduler import LoadFileScheduling
 
 from tests import golden
 from tests.nvml_sim import Gpu, Option, Sim, build, compiler
@@ -22,11 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     golden.add_option(parser)
 
 
-class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Shares the tests out to workers by file, but those that need the demo's stories together: they are made once."""
+class ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """Keeps together, beside the tests of a file, those that need the demo's stories: they are made once."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::", 1)[0]
+        file: str = super()._split_scope(nodeid)
         return "grafana" if file.startswith("tests/grafana/") else file
 
 
