@@ -43,6 +43,9 @@ EG = Scope(f'{ENGINE}, gpu=~"$gpu"')
 N = Scope(NODE)
 WRONG = f"{unsilenced(V)} > 0"
 UNTOLD = "The engine does not tell, or no data: see State"
+UNREAD = "The driver gives no numbers for these GPUs, or no data: see the dashboard GPU"
+NOT_WARM = "No process is warm yet, the driver gives no number for each process, or no data"
+UNPROBED = "No oomwatch-probe runs inside this engine, or no data: see State"
 NOT_LEFT = {-1.0: ("nothing runs out", BLUE)}
 
 
@@ -314,7 +317,7 @@ _device = Row(
             colours={**HOLDER_COLOURS, "engine": PURPLE},
             lowest=0,
             height=9,
-            empty="The driver gives no numbers for these GPUs, or no data: see the dashboard GPU",
+            empty=UNREAD,
         ),
         series(
             "Headroom",
@@ -333,7 +336,7 @@ _device = Row(
             unit="bytes",
             lowest=0,
             height=9,
-            empty="The driver gives no numbers for these GPUs, or no data: see the dashboard GPU",
+            empty=UNREAD,
         ),
         series(
             "Floor of each process, against the end of its warm-up",
@@ -349,7 +352,7 @@ _device = Row(
             ),
             unit="bytes",
             width=8,
-            empty="No process is warm yet, the driver gives no number for each process, or no data",
+            empty=NOT_WARM,
         ),
         series(
             "Growth that no load explains, and time left",
@@ -372,7 +375,7 @@ _device = Row(
             unit="bytes",
             lowest=0,
             width=8,
-            empty="No process is warm yet, the driver gives no number for each process, or no data",
+            empty=NOT_WARM,
         ),
         series(
             "Beyond its budget",
@@ -483,8 +486,6 @@ _traffic = Row(
         ),
     ),
 )
-
-UNPROBED = "No oomwatch-probe runs inside this engine, or no data: see State"
 
 _inside = Row(
     "Inside the engine, where oomwatch-probe runs",
