@@ -178,8 +178,7 @@ class AllocatorSource:
         writer = known.writers.get(name)
         heartbeat, interval = (_seconds(report, what) for what in ("heartbeat_ns", "interval_ns"))
         silence = abs(t - heartbeat) if heartbeat is not None else float("inf")
-        alive = writer is not None and _lives(self._proc, writer)
-        if writer is None or not alive:
+        if writer is None or not _lives(self._proc, writer):
             self._last_word(report, writer, t)
             return self._without_writer(descriptor, path, name, silence)
         if not _same_user(self._proc, writer.pid, owner):
@@ -228,9 +227,8 @@ class AllocatorSource:
         """None where the process has no allocator that could be read yet, or needs none."""
         if report.numbers["allocated_bytes"] == layout.Absence.NOT_YET:
             return None
-        numbers = _Sizes(report)
         stats = {
-            statistic: value for statistic, name in _STATISTICS.items() if (value := numbers.get(name)) is not None
+            statistic: value for statistic, name in _STATISTICS.items() if (value := _number(report, name)) is not None
         }
         failed = report.numbers["oom_time_ns"]
         if not isinstance(failed, layout.Absence):
@@ -238,23 +236,24 @@ class AllocatorSource:
         classes = tuple(
             (smallest, size)
             for smallest, index in _CLASSES
-            if (size := numbers.get(f"free_bytes_class_{index}")) is not None
+            if (size := _number(report, f"free_bytes_class_{index}")) is not None
         )
+        backend = report.texts["allocator_backend"]
         return AllocatorReport(
             t,
             writer.pid,
             self._device(report, writer.pid),
             stats,
-            largest_free_block=numbers.get("largest_free_block_bytes"),
-            free=numbers.get("free_bytes"),
-            releasable=numbers.get("releasable_bytes"),
-            private_reserved=numbers.get("private_pools_reserved_bytes"),
-            private_free=numbers.get("private_free_bytes"),
+            largest_free_block=_number(report, "largest_free_block_bytes"),
+            free=_number(report, "free_bytes"),
+            releasable=_number(report, "releasable_bytes"),
+            private_reserved=_number(report, "private_pools_reserved_bytes"),
+            private_free=_number(report, "private_free_bytes"),
             free_by_size=classes,
-            backend=_BACKENDS.get(report.texts["allocator_backend"]),
-            expandable=_flag(numbers.get("expandable_segments")),
-            max_split_size=numbers.get("max_split_size_bytes"),
-            failure=_failure(report, numbers, t),
+            backend=backend if backend in _BACKENDS else None,
+            expandable=_flag(_number(report, "expandable_segments")),
+            max_split_size=_number(report, "max_split_size_bytes"),
+            failure=_failure(report, t),
             engine=writer.engine,
             started=self._started(writer),
         )
@@ -318,45 +317,41 @@ _CLASSES = (
     (0, 0),
     *((layout.FIRST_SIZE_CLASS_BYTES << (index - 1), index) for index in range(1, layout.SIZE_CLASSES)),
 )
-_BACKENDS = {"native": "native", "cudaMallocAsync": "cudaMallocAsync", "pluggable": "pluggable"}
+_BACKENDS = ("native", "cudaMallocAsync", "pluggable")
 
 
-class _Sizes:
-    """The numbers of a file as far as they can be those of a GPU."""
-
-    def __init__(self, report: layout.Report) -> None:
-        self._numbers = report.numbers
-
-    def get(self, name: str) -> int | None:
-        value = self._numbers[name]
-        return None if isinstance(value, layout.Absence) or value > _LARGEST else value
+def _number(report: layout.Report, name: str) -> int | None:
+    """A number of a file, None where it cannot be one of a GPU."""
+    value = report.numbers[name]
+    return None if isinstance(value, layout.Absence) or value > _LARGEST else value
 
 
 def _owners(report: layout.Report, pid: int, t: float) -> BlockOwners | None:
     """None where the process has no block pool, or where its count is too old or contradicts itself."""
-    numbers = _Sizes(report)
     counted = _seconds(report, "blocks_time_ns")
-    total, free, living, finished = (numbers.get(f"blocks_{name}") for name in ("total", "free", "living", "finished"))
+    total, free, living, finished = (
+        _number(report, f"blocks_{name}") for name in ("total", "free", "living", "finished")
+    )
     if counted is None or total is None or free is None or living is None or finished is None:
         return None
-    ownerless, cached = numbers.get("blocks_ownerless"), numbers.get("blocks_free_cached")
+    ownerless, cached = _number(report, "blocks_ownerless"), _number(report, "blocks_free_cached")
     if t - counted > _LONGEST_COUNT or free + living + finished + (ownerless or 0) > total:
         return None
-    rank = numbers.get("data_parallel_rank") or 0
+    rank = _number(report, "data_parallel_rank") or 0
     return BlockOwners(t, pid, str(rank), min(t, counted), total, free, living, finished, ownerless, cached)
 
 
-def _failure(report: layout.Report, numbers: _Sizes, t: float) -> AllocationFailure | None:
+def _failure(report: layout.Report, t: float) -> AllocationFailure | None:
     failed = _seconds(report, "oom_time_ns")
     if failed is None:
         return None
     return AllocationFailure(
         min(t, failed),
-        wanted=numbers.get("oom_request_bytes"),
-        free=numbers.get("oom_device_free_bytes"),
-        allocated=numbers.get("oom_allocated_bytes"),
-        reserved=numbers.get("oom_reserved_bytes"),
-        total=numbers.get("oom_device_total_bytes"),
+        wanted=_number(report, "oom_request_bytes"),
+        free=_number(report, "oom_device_free_bytes"),
+        allocated=_number(report, "oom_allocated_bytes"),
+        reserved=_number(report, "oom_reserved_bytes"),
+        total=_number(report, "oom_device_total_bytes"),
     )
 
 
