@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -135,11 +136,12 @@ class NodeFeed:
         with self._lock:
             for name, engine in self._engines.items():
                 if engine.scraper is not None:
-                    jobs[f"engine {name}"] = Job(every.scrape, _scrape_of(self, name), min(1.0, every.scrape * 0.05))
+                    scrape = partial(self.scrape, name)
+                    jobs[f"engine {name}"] = Job(every.scrape, scrape, min(1.0, every.scrape * 0.05))
                 if engine.probe is not None:
                     jobs[f"probe {name}"] = Job(engine.probe_interval, engine.probe.probe)
                 if engine.log is not None:
-                    jobs[f"log {name}"] = Job(self._config.engine_logs.interval, _log_of(self, name))
+                    jobs[f"log {name}"] = Job(self._config.engine_logs.interval, partial(self.read_log, name))
         return jobs
 
     def read_gpus(self) -> None:
@@ -431,14 +433,6 @@ class NodeFeed:
             self._repeats.failed(_log, key, f"{what} cannot be read", error, **fields)
         else:
             self._repeats.recovered(_log, key, f"{what} can be read again", **fields)
-
-
-def _scrape_of(feed: NodeFeed, name: str) -> Callable[[], None]:
-    return lambda: feed.scrape(name)
-
-
-def _log_of(feed: NodeFeed, name: str) -> Callable[[], None]:
-    return lambda: feed.read_log(name)
 
 
 def _place(log: EngineLogConfig) -> Place:
