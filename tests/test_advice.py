@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -81,24 +82,26 @@ def told(
     return "\n".join(advice(verdict, finding, about or facts()))
 
 
+def evidence_of(verdict: str) -> tuple[Evidence, ...]:
+    """What its detector gives, without a log and with one."""
+    return (EVIDENCE.get(verdict, {}), *BY_LOG.get(verdict, ()))
+
+
 def all_cases() -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
     """Every verdict in every state, with and without numbers, for every version: what is advised."""
+    states: tuple[State, ...] = ("info", "ticket", "page")
     for verdict in CATALOGUE:
-        for version in VERSIONS:
-            for connector in (None, True):
-                for state in ("info", "ticket", "page"):
-                    known_evidence = (EVIDENCE.get(verdict, {}), *BY_LOG.get(verdict, ()))
-                    for evidence in (*known_evidence, {"page": "stats_disabled", "method": "wedge"}):
-                        for killer in (None, "fragmentation"):
-                            finding = Finding(state, evidence=evidence, killer=killer, eta=Eta(7200.0, 3600.0))
-                            for about in (facts(version, connector), facts(version, connector, None), None):
-                                known = version if about else None
-                                yield verdict, known, advice(verdict, finding, about)
+        given = (*evidence_of(verdict), {"page": "stats_disabled", "method": "wedge"})
+        for state, evidence, killer in product(states, given, (None, "fragmentation")):
+            finding = Finding(state, evidence=evidence, killer=killer, eta=Eta(7200.0, 3600.0))
+            for version, connector in product(VERSIONS, (None, True)):
+                for about in (facts(version, connector), facts(version, connector, None), None):
+                    yield verdict, version if about else None, advice(verdict, finding, about)
 
 
 @pytest.mark.parametrize("verdict", CATALOGUE)
 def test_every_verdict_has_actions_in_plain_sentences(verdict: str) -> None:
-    for evidence in (EVIDENCE.get(verdict, {}), {}, *BY_LOG.get(verdict, ())):
+    for evidence in (*evidence_of(verdict), {}):
         actions = advice(verdict, Finding("ticket", evidence=evidence), facts())
         assert 2 <= len(actions) <= 6, evidence
         assert len(set(actions)) == len(actions)
@@ -160,7 +163,7 @@ _CHANGE = re.compile(
 
 @pytest.mark.parametrize("verdict", CATALOGUE)
 def test_what_changes_something_says_what_it_costs_or_risks(verdict: str) -> None:
-    for evidence in (EVIDENCE.get(verdict, {}), {}, {"method": "wedge"}, {"pids": []}, *BY_LOG.get(verdict, ())):
+    for evidence in (*evidence_of(verdict), {}, {"method": "wedge"}, {"pids": []}):
         for action in module.actions(verdict, Finding("page", evidence=evidence), facts()):
             assert action.cost or action.risk or not _CHANGE.search(action.do), action.do
             for clause in (action.cost, action.risk):
