@@ -16,7 +16,7 @@ from oomwatch.conclusions import (
     verdict_plain,
 )
 from oomwatch.diagnose.postmortem import PostMortem
-from oomwatch.enginelog.events import DEATHS, REFUSALS, Budget, KvPool, OutOfMemory
+from oomwatch.enginelog.events import DEATHS, REFUSALS, Budget, KvPool, OutOfMemory, known_fields
 from oomwatch.enginelog.killer import Cause, cause_of
 from oomwatch.enginelog.story import Refusal, Shortage, StartUp
 
@@ -314,28 +314,24 @@ def _start_plain(start: StartUp) -> dict[str, object]:
         "vllm_version": start.version,
         "ready": start.ready,
         "died": start.died,
-        "deaths": [_known(death) for death in start.deaths],
+        "deaths": [known_fields(death) for death in start.deaths],
         "stopped": start.stopped,
         "utilization": start.utilization,
         "max_model_len": start.max_model_len,
         "budgets": [
-            {"rank": rank, "worker": worker, **_known(budget)} for (rank, worker), budget in start.budgets.items()
+            {"rank": rank, "worker": worker, **known_fields(budget)} for (rank, worker), budget in start.budgets.items()
         ],
-        "pools": [{"rank": rank, **_known(pool)} for rank, pool in start.pools.items()],
-        "refusals": [{"t": one.t, **_known(one.refused)} for one in start.refusals],
+        "pools": [{"rank": rank, **known_fields(pool)} for rank, pool in start.pools.items()],
+        "refusals": [{"t": one.t, **known_fields(one.refused)} for one in start.refusals],
         "shortages": [
             {
                 "t": one.t,
                 "step": one.step,
                 "rank": one.origin.rank,
                 "worker": one.origin.worker,
-                **_known(one.error),
-                "cause": _known(cause_of(one.error)),
+                **known_fields(one.error),
+                "cause": known_fields(cause_of(one.error)),
             }
             for one in start.shortages
         ],
     }
-
-
-def _known(value: object) -> dict[str, object]:
-    return {f.name: found for f in fields(value) if (found := getattr(value, f.name)) is not None}  # type: ignore[arg-type]  # all are dataclasses

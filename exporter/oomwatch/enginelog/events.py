@@ -8,7 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, get_args
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 REFUSALS: Mapping[str, str] = {
     "budget_above_free": "its budget is larger than the memory that was free",
@@ -235,25 +238,7 @@ Event: TypeAlias = (
     | Slept
 )
 
-KINDS: Mapping[str, type[Event]] = {
-    kind.name: kind
-    for kind in (
-        Start,
-        Settings,
-        Budget,
-        KvPool,
-        Fitted,
-        Ready,
-        Load,
-        Preempted,
-        Refused,
-        OutOfMemory,
-        Step,
-        Died,
-        Stopped,
-        Slept,
-    )
-}
+KINDS: Mapping[str, type[Event]] = {kind.name: kind for kind in get_args(Event)}
 
 
 @dataclass(frozen=True)
@@ -287,14 +272,17 @@ class Entry:
 # --- as plain data -----------------------------------------------------------------------------------------------
 
 
+def known_fields(told: DataclassInstance) -> dict[str, Any]:
+    """The fields that are not None, by name."""
+    return {f.name: value for f in fields(told) if (value := getattr(told, f.name)) is not None}
+
+
 def plain(entry: Entry) -> dict[str, Any]:
     """The fields of an entry that are known, for a recording or an API. The event's name stands apart."""
-    given = {f.name: getattr(entry.event, f.name) for f in fields(entry.event)}
-    origin = {f.name: getattr(entry.origin, f.name) for f in fields(Origin)}
-    default = {f.name: getattr(Origin(), f.name) for f in fields(Origin)}
+    origin = {f.name: value for f in fields(Origin) if (value := getattr(entry.origin, f.name)) != f.default}
     return {
-        **{name: value for name, value in given.items() if value is not None},
-        **{f"from_{name}": value for name, value in origin.items() if value != default[name]},
+        **known_fields(entry.event),
+        **{f"from_{name}": value for name, value in origin.items()},
         **({"age": round(entry.age, 3)} if entry.age else {}),
     }
 
@@ -307,16 +295,19 @@ def from_plain(name: str, data: Mapping[str, Any]) -> Entry | None:
     kind = KINDS.get(name)
     if kind is None:
         return None
-    given = {f.name: _checked(f.name, data[f.name], str(f.type)) for f in fields(kind) if data.get(f.name) is not None}
-    origin = {
-        f.name: _checked(f.name, data[f"from_{f.name}"], str(f.type))
-        for f in fields(Origin)
-        if data.get(f"from_{f.name}") is not None
-    }
+    given, origin = _fields_in(data, kind), _fields_in(data, Origin, "from_")
     try:
         return Entry(kind(**given), Origin(**origin), age=_checked("age", data.get("age", 0.0), "float"))
     except TypeError as error:
         raise ValueError(f"the event {name} is incomplete: {error}") from None
+
+
+def _fields_in(data: Mapping[str, Any], kind: type[DataclassInstance], prefix: str = "") -> dict[str, Any]:
+    return {
+        f.name: _checked(f.name, value, str(f.type))
+        for f in fields(kind)
+        if (value := data.get(f"{prefix}{f.name}")) is not None
+    }
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}

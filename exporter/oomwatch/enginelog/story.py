@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, TypeVar
 
 from oomwatch.enginelog.events import (
@@ -28,6 +28,7 @@ from oomwatch.enginelog.events import (
     Start,
     Step,
     Stopped,
+    known_fields,
 )
 from oomwatch.enginelog.killer import cause_of
 
@@ -352,7 +353,7 @@ def _repeats(one: Shortage, error: OutOfMemory, origin: Origin) -> bool:
 
 def merged(before: Part, now: Part) -> Part:
     """What is given replaces what was known; what is not given stays."""
-    return replace(before, **{f.name: value for f in fields(now) if (value := getattr(now, f.name)) is not None})
+    return replace(before, **known_fields(now))
 
 
 def tell(entries: Iterable[tuple[float, Entry]]) -> Story:
