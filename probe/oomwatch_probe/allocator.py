@@ -150,13 +150,13 @@ class AllocatorReader:
         """The device that this process has most reserved on. CUDA's current device is each thread's own."""
         if self._device is None:
             reserved = {
-                index: _count(statistics(self._stats(index))["reserved_bytes"])
+                index: size
                 for index in range(self._torch.cuda.device_count())
+                if (size := _count(statistics(self._stats(index))["reserved_bytes"])) > 0
             }
-            self._device = max(reserved, key=lambda index: reserved[index], default=None)
-            if self._device is None or reserved[self._device] <= 0:
-                self._device = None
+            if not reserved:
                 return None
+            self._device = max(reserved, key=lambda index: reserved[index])
             self.texts.update(device_texts(self._torch.cuda.get_device_properties(self._device)))
         return self._device
 

@@ -110,7 +110,9 @@ class Probe:
         while True:
             try:
                 if self.allocator is not None and torch_is_ready():
-                    observing = observing or self._observe()
+                    if not observing:
+                        self._observe()
+                        observing = True
                     self.allocator.read()
                 if self.core is not None:
                     self.core.read()
@@ -130,11 +132,10 @@ class Probe:
             if self._stop.wait(self._interval_s):
                 return
 
-    def _observe(self) -> bool:
+    def _observe(self) -> None:
         attach = getattr(sys.modules["torch"]._C, "_cuda_attach_out_of_memory_observer", None)
         if attach is not None:
             attach(self.allocation_failed)
-        return True
 
     def _write(self) -> None:
         """Hold the lock."""
