@@ -42,6 +42,7 @@ from tests.alerts.promql import (
 from tests.documents import REPOSITORY
 from tests.e2e.tools import VERSIONS, program
 from tests.exposed import own_page
+from tests.grafana.dashboards import variables
 from tests.snapshots import NOW, alarming, full, judged, verdict
 
 ALERTS = REPOSITORY / "alerts"
@@ -299,19 +300,12 @@ class TestEachAlert:
             linked = re.findall(r"/d/([\w-]+)\?(.*?)(?=\{\{ e|$)", rule.data["annotations"]["dashboard"])
             assert linked
             for uid, query in linked:
-                assert set(re.findall(r"var-(\w+)=", query)) <= dashboard_variables()[uid]
+                assert set(re.findall(r"var-(\w+)=", query)) <= {one["name"] for one in variables(uid)}
 
     @alerting_rules
     def test_on_a_verdict_links_to_the_daemons_page(self, rule: Rule) -> None:
         if rule.file == "oomwatch-verdicts.yml":
             assert rule.data["annotations"]["page"] == "http://{{ $labels.instance }}/"
-
-
-@cache
-def dashboard_variables() -> Mapping[str, frozenset[str]]:
-    """The variables of each shipped dashboard, by its uid."""
-    boards = (json.loads(path.read_text()) for path in (REPOSITORY / "grafana" / "dashboards").glob("*.json"))
-    return {board["uid"]: frozenset(one["name"] for one in board["templating"]["list"]) for board in boards}
 
 
 # --- lint --------------------------------------------------------------------------------------------------------
