@@ -46,8 +46,8 @@ def file_of(lines: Iterable[dict[str, Any]], header: dict[str, Any] | None = Non
     return "".join(json.dumps(line) + "\n" for line in [header or HEADER, *lines]).encode()
 
 
-def rows_of(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in json_lines(replay(read(io.BytesIO(file_of(lines)))))]
+def rows_of(lines: Iterable[dict[str, Any]], header: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in json_lines(replay(read(io.BytesIO(file_of(lines, header)))))]
 
 
 def test_one_row_for_each_change_of_a_verdicts_state_and_a_summary_at_the_end() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import json
 from typing import Any
 
-from oomwatch.recording import read
-from oomwatch.replay import json_lines, replay
+from tests.test_replay import rows_of
 
 GIB, MIB = 1 << 30, 1 << 20
 HOUR, MINUTE = 3600, 60
@@ -48,9 +45,8 @@ def allocator(t: float, allocated: int, reserved: int, largest: int, retries: in
 
 def concluded(lines: list[Line]) -> dict[str, list[tuple[str, str]]]:
     """By verdict: each state with its killer, in their order."""
-    file = "".join(json.dumps(line) + "\n" for line in [HEADER, *lines]).encode()
     course: dict[str, list[tuple[str, str]]] = {}
-    for row in map(json.loads, json_lines(replay(read(io.BytesIO(file))))):
+    for row in rows_of(lines, HEADER):
         if "verdict" in row:
             course.setdefault(row["verdict"], []).append((row["state"], row["killer"]))
     return course
