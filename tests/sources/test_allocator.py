@@ -68,17 +68,16 @@ def ns(t: float) -> int:
 class Node:
     """A directory, a /proc, and a source that reads both; a clock that a test moves."""
 
-    def __init__(self, folder: Path, proc: Path | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.directory = folder / "run"
         self.directory.mkdir()
-        self.fake = FakeProc(folder / "proc") if proc is None else None
+        self.proc = folder / "proc"
+        self.fake = FakeProc(self.proc)
         self.now = NOW
         self.engines: dict[int, str] = {PID: "llm"}
         self.devices: Sequence[str] = ()
         self.published: list[Observation] = []
-        if self.fake is not None:
-            self._namespace_of("self", HOST_NAMESPACE)
-        self.proc = proc or folder / "proc"
+        self._namespace_of("self", HOST_NAMESPACE)
         self.source = self.new_source()
 
     def new_source(self) -> AllocatorSource:
@@ -92,7 +91,6 @@ class Node:
         )
 
     def _namespace_of(self, pid: int | str, namespace: int) -> None:
-        assert self.fake is not None
         folder = self.fake.root / str(pid) / "ns"
         folder.mkdir()
         (folder / "pid").symlink_to(f"pid:[{namespace}]")
@@ -100,7 +98,6 @@ class Node:
     def process(
         self, pid: int = PID, inner: int | None = None, namespace: int | None = HOST_NAMESPACE, ticks: int = TICKS
     ) -> None:
-        assert self.fake is not None
         pids = str(pid) if inner is None else f"{pid}\t{inner}"
         self.fake.add(pid, "VLLM::Worker_TP0", ticks=ticks, status=f"Name:\tx\nUid:\t7\t{USER}\t7\t7\nNSpid:\t{pids}\n")
         if namespace is not None:
@@ -296,7 +293,6 @@ class TestWhoIsBelieved:
 
     def test_without_the_hosts_pids_only_those_of_its_own_namespace(self, tmp_path: Path) -> None:
         node = Node(tmp_path)
-        assert node.fake is not None
         node.fake.remove(2)  # kthreadd
         node.source = node.new_source()
         node.process()
@@ -355,7 +351,6 @@ class TestLeftOvers:
         assert path.exists()
 
     def test_a_zombie_has_ended(self, node: Node) -> None:
-        assert node.fake is not None
         node.process()
         node.write(WORKER)
         node.read()
@@ -363,7 +358,6 @@ class TestLeftOvers:
         assert node.outcome().state == "left_over"
 
     def test_the_failure_that_a_process_ended_with_is_told_once_more_with_whose_it_was(self, node: Node) -> None:
-        assert node.fake is not None
         node.process()
         node.write(WORKER)
         node.read()
