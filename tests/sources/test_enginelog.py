@@ -19,6 +19,7 @@ from oomwatch.observations import LogLine, Observation, SourceRun
 from oomwatch.sources.enginelog import ContainerFile, EngineLogSource, File, Journal, Place, Places
 from oomwatch.sources.enginelog.files import CannotRead, FollowedFile
 from oomwatch.sources.enginelog.journal import FollowedJournal
+from tests.sources.programs import wait_until
 
 START = (
     "(EngineCore pid=1) INFO {clock} [core.py:1] Initializing a V1 LLM engine (v0.32.0) with config: max_seq_len=512\n"
@@ -282,7 +283,7 @@ def test_a_process_shows_the_file_that_its_output_goes_to(log: Path) -> None:
         place = Places().of_processes([process.pid])
         assert place == File(f"/proc/{process.pid}/fd/2")
         source = Source(place)
-        wait_for(lambda: source.read() == ["kv_pool"])
+        wait_until(lambda: source.read() == ["kv_pool"], "the line is told")
         assert source.source.follows_the_same(File(str(log)))
         assert not source.source.follows_the_same(File("/dev/null"))
         append(log, at(FAILED))
@@ -328,13 +329,6 @@ def test_units_write_to_the_journal_and_containers_to_their_runtime(
 # --- the journal -------------------------------------------------------------------------------------------------
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture
 def journal() -> Iterator[tuple[str, Callable[[str], None]]]:
     """A real journal of its own, and how the unit vllm.service writes to it."""
@@ -352,7 +346,7 @@ def journal() -> Iterator[tuple[str, Callable[[str], None]]]:
         writer.sendto(fields.encode(), str(runtime / "socket"))
 
     try:
-        wait_for((runtime / "socket").exists)
+        wait_until((runtime / "socket").exists, "the journal listens")
         yield namespace, write
     finally:
         writer.close()
@@ -379,9 +373,9 @@ def test_a_unit_s_lines_in_the_journal_are_told(journal: tuple[str, Callable[[st
         return line.encode() in seen
 
     try:
-        wait_for(lambda: has(at(POOL)))
+        wait_until(lambda: has(at(POOL)), "the line before is read")
         write(at(FAILED))
-        wait_for(lambda: has(at(FAILED)))
+        wait_until(lambda: has(at(FAILED)), "the line after is read")
         assert seen.decode() == at(POOL) + at(FAILED)
     finally:
         followed.close()
