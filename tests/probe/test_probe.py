@@ -68,6 +68,17 @@ class Process:
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.communicate(timeout=30)
 
+    def go_on(self) -> None:
+        """It waits for a line."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.write("\n")
+        self.popen.stdin.flush()
+
+    def line(self) -> str:
+        """The next that it writes."""
+        assert self.popen.stdout is not None
+        return self.popen.stdout.readline()
+
     def end(self) -> tuple[str, str]:
         """Its standard output and standard error, when it has ended well."""
         out, error = self.popen.communicate(timeout=30)
@@ -137,8 +148,7 @@ class TestWhereItBegins:
             WAIT,
         ]
         with Process(lines, environment) as process:
-            assert process.popen.stdout is not None
-            assert process.popen.stdout.readline() == "2\n"
+            assert process.line() == "2\n"
             assert len(wait_for_number(run_folder, "blocks_living")) == 1
 
     def test_a_forked_process_tells_of_itself(self, environment: dict[str, str], run_folder: Path) -> None:
@@ -154,14 +164,11 @@ class TestWhereItBegins:
         """It ends as an interpreter does, with what the parent had registered for that."""
         fork = "input()\nimport os\nif os.fork() == 0: raise SystemExit\nos.wait()\nprint('done', flush=True)"
         with Process([REGISTER, MAKE, fork, WAIT], environment) as process:
-            assert process.popen.stdin is not None
-            assert process.popen.stdout is not None
             wait_for_number(run_folder, "blocks_living")
             (path,) = run_folder.iterdir()
             before = path.stat().st_ino
-            process.popen.stdin.write("\n")
-            process.popen.stdin.flush()
-            assert process.popen.stdout.readline() == "done\n"
+            process.go_on()
+            assert process.line() == "done\n"
             written = reports(run_folder)[process.popen.pid].sequence
             wait_until(
                 lambda: reports(run_folder)[process.popen.pid].sequence > written + 1, 30, "it goes on", interval_s=0.01
@@ -183,10 +190,8 @@ class TestAWorker:
     ) -> None:
         lines = [self.TORCH, REGISTER, "input(); torch.initialise()", WAIT]
         with Process(lines, environment) as process:
-            assert process.popen.stdin is not None
             assert not run_folder.exists()
-            process.popen.stdin.write("\n")
-            process.popen.stdin.flush()
+            process.go_on()
             report = wait_for_number(run_folder, "free_bytes")[process.popen.pid]
         assert (report.numbers["reserved_bytes"], report.numbers["device_index"]) == (3604 * MIB, 1)
         assert report.numbers["blocks_total"] is Absence.NOT_YET
@@ -199,9 +204,7 @@ class TestAWorker:
         environment["OOMWATCH_PROBE_INTERVAL"] = "0.5"
         with Process([self.TORCH, REGISTER, "torch.initialise()", die], environment) as process:
             wait_for_number(run_folder, "stats_time_ns")
-            assert process.popen.stdin is not None
-            process.popen.stdin.write("\n")
-            process.popen.stdin.flush()
+            process.go_on()
             assert process.popen.wait(30) == -signal.SIGKILL
             numbers = reports(run_folder)[process.popen.pid].numbers
         assert (numbers["oom_observed"], numbers["oom_request_bytes"]) == (1, 384 * MIB)
@@ -213,8 +216,7 @@ class TestItsEnd:
     def test_a_process_that_ends_takes_its_file_along(self, environment: dict[str, str], run_folder: Path) -> None:
         with Process([REGISTER, MAKE, "input()"], environment) as process:
             wait_for_number(run_folder, "blocks_living")
-            assert process.popen.stdin is not None
-            process.popen.stdin.write("\n")
+            process.go_on()
             assert process.end() == ("", "")
         assert list(run_folder.iterdir()) == []
 
@@ -231,8 +233,7 @@ class TestItsEnd:
         ]
         with Process(lines, environment) as process:
             wait_for_number(run_folder, "blocks_living")
-            assert process.popen.stdin is not None
-            process.popen.stdin.write("\n")
+            process.go_on()
             assert process.end() == ("0\n", "")
         assert list(run_folder.iterdir()) == []
 
@@ -297,8 +298,7 @@ class TestWhatItDoesNotKnow:
                 interval_s=0.01,
             )
             (report,) = reports(run_folder).values()
-            assert process.popen.stdin is not None
-            process.popen.stdin.write("\n")
+            process.go_on()
             out, error = process.end()
         assert out == "goes on\n"
         (line,) = error.splitlines()
