@@ -504,7 +504,7 @@ class Compiled:
         return self.shape.event(**found), match.start()
 
 
-_OTHER_PROCESS = re.compile(compiled(r"Process \d+ has {size:size} memory in use").regex.pattern)
+_OTHER_PROCESS = compiled(r"Process \d+ has {size:size} memory in use")
 
 
 def _complete(found: dict[str, Any], line: bytes) -> None:
@@ -520,7 +520,7 @@ def _complete(found: dict[str, Any], line: bytes) -> None:
         del found["in_use"]
     if "in_use" not in found:
         return
-    sizes = [_CONVERT["size"](m["size"], m["size__unit"] or b"") for m in _OTHER_PROCESS.finditer(line)]
+    sizes = [_OTHER_PROCESS.fields(match)["size"] for match in _OTHER_PROCESS.regex.finditer(line)]
     if all(sizes):
         found["others"] = sum(sizes)
 
