@@ -6,6 +6,7 @@ refusals and errors.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -112,6 +113,11 @@ class StartUp:
     ready_by_page: bool = False  # an answered page came before the log's own word, which is read more slowly
     progressed: float = 0.0  # when it last told of a step of its start
 
+    def serves(self, t: float) -> None:
+        """Its log says so at ``t``, perhaps not for the first time."""
+        if self.ready is None:
+            self.ready = t
+
     @property
     def phase(self) -> Phase:
         if self.died is not None or self.stopped is not None:
@@ -201,13 +207,13 @@ class Story:
             case Fitted():
                 now.fitted = event
             case Ready() if event.server:
-                now.ready = t if now.ready is None else now.ready
+                now.serves(t)
             case Load():
                 now.load = t, event
-                now.ready = t if now.ready is None else now.ready
+                now.serves(t)
             case Preempted():
                 now.preempted = event.total
-                now.ready = t if now.ready is None else now.ready
+                now.serves(t)
             case Refused():
                 return self._refused(t, now, event, origin)
             case OutOfMemory():
@@ -260,16 +266,13 @@ class Story:
     # --- how it ends -----------------------------------------------------------------------------------------
 
     def _step(self, t: float, pid: int | None, step: str) -> None:
-        before = self._steps.get(pid)
-        recent = before is not None and t - before[0] <= _FRAMES_LAST
         # V0 profiles by a forward pass: within a start's steps, serving's are no more than that.
-        if step == "serve" and recent and before is not None and before[1] != "serve":
-            return
-        self._steps[pid] = t, step
+        if step != "serve" or self._step_of(t, pid) in (None, "serve"):
+            self._steps[pid] = t, step
 
     def _step_of(self, t: float, pid: int | None) -> str | None:
-        found = self._steps.pop(pid, None)
-        return found[1] if found is not None and t - found[0] <= _FRAMES_LAST else None
+        told, step = self._steps.get(pid, (-math.inf, None))
+        return step if t - told <= _FRAMES_LAST else None
 
     def _refused(self, t: float, now: StartUp, event: Refused, origin: Origin) -> Refusal | None:
         self._steps.pop(origin.pid, None)
@@ -281,6 +284,7 @@ class Story:
 
     def _ran_out(self, t: float, now: StartUp, event: OutOfMemory, origin: Origin) -> Shortage | None:
         step = self._step_of(t, origin.pid)
+        self._steps.pop(origin.pid, None)
         traced = step is not None
         if step is None and event.dummy_requests is not None:
             step = "warm_up"
@@ -300,8 +304,7 @@ class Story:
 
     def _was_starting(self, t: float, now: StartUp) -> None:
         """What ran out just before a start failed was of that start, unless its own traceback says otherwise."""
-        before = [start for start in self.starts if start is not now][-1:]
-        for start in (*before, now):
+        for start in list(self.starts)[-2:]:
             told = [one for one in start.shortages if _of_a_start(t, one)]
             for one in told:
                 start.shortages.remove(one)
