@@ -32,6 +32,10 @@ RESEND_S = 10
 """Each alert is told Alertmanager anew so often, which forgets it after four times as long."""
 
 
+LOOKBACK_S = 20
+"""A series that ends while Prometheus restarts is not marked as ended: its alert goes on so long (5 min by default)."""
+
+
 @dataclass(frozen=True)
 class Notification:
     """What a receiver got. ``t`` is when it arrived, unix time; ``alerts`` are the names of those in it."""
@@ -85,8 +89,8 @@ class AlertChain:
             "scrape_configs": [{"job_name": "oomwatch", "static_configs": static}],
             "alerting": {"alertmanagers": alertmanagers},
         }
-        resend = f"--rules.alert.resend-delay={RESEND_S}s"
-        server = PrometheusServer(self._folder, config, version=self._version, arguments=[resend])
+        arguments = [f"--rules.alert.resend-delay={RESEND_S}s", f"--query.lookback-delta={LOOKBACK_S}s"]
+        server = PrometheusServer(self._folder, config, version=self._version, arguments=arguments)
         self.prometheus = self._running.enter_context(server)
         return server
 
