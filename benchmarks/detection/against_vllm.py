@@ -114,7 +114,7 @@ def real(case: Case) -> Floats:
             "max_num_batched_tokens": case.max_batched_tokens,
             "async_scheduling": False,
         },
-        "requests": [[a.step, _tokens(i, a), a.output, -1] for i, a in enumerate(case.arrivals())],
+        "requests": [[a.step, _tokens(i, a), a.output] for i, a in enumerate(case.arrivals())],
         "steps": case.steps,
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +126,7 @@ def real(case: Case) -> Floats:
         )
         if done.returncode:
             raise RuntimeError(f"vLLM did not step to the end:\n{done.stderr}")
-        return np.array(json.loads(answer.read_text(encoding="utf-8"))["rows"], dtype=np.float64)
+        return np.array(json.loads(answer.read_text(encoding="utf-8")), dtype=np.float64)
 
 
 def _tokens(number: int, arrival: Arrival) -> list[int]:

@@ -1,8 +1,8 @@
 """Steps a real vLLM by hand; run with the Python of an environment that has it, and without this package.
 
-Reads ``{"model", "engine": arguments of LLMEngine, "requests": [[step of arrival, prompt's tokens, output tokens, step
-at which the client leaves or -1], ...], "steps"}`` from standard input, writes what the scheduler holds after each step
-to the file that its one argument names: ``[running, waiting, used blocks, preemptions, finished]``.
+Reads ``{"model", "engine": arguments of LLMEngine, "requests": [[step of arrival, prompt's tokens, output tokens],
+...], "steps"}`` from standard input, writes what the scheduler holds after each step to the file that its one argument
+names: ``[[running, waiting, used blocks, preemptions, finished], ...]``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ def main() -> None:
     pool = scheduler.kv_cache_manager.block_pool
     usable = pool.num_gpu_blocks - 1
     arrivals = sorted(enumerate(asked["requests"]), key=lambda request: request[1][0])
-    leaving = [(leaves, str(i)) for i, (_, _, _, leaves) in enumerate(asked["requests"]) if leaves >= 0]
     preempted: dict[str, int] = {}
     finished, rows = 0, []
     for step in range(asked["steps"]):
         while arrivals and arrivals[0][1][0] <= step:
-            number, (_, prompt, output, _) = arrivals.pop(0)
+            number, (_, prompt, output) = arrivals.pop(0)
             parameters = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0, detokenize=False)
             engine.add_request(str(number), {"prompt_token_ids": prompt}, parameters)
-        engine.abort_request([name for leaves, name in leaving if leaves == step])
         if engine.has_unfinished_requests():
             finished += sum(output.finished for output in engine.step())
         for request in scheduler.requests.values():
@@ -38,7 +36,7 @@ def main() -> None:
         running, waiting = scheduler.get_request_counts()
         rows.append([running, waiting, usable - pool.get_num_free_blocks(), sum(preempted.values()), finished])
     with open(sys.argv[1], "w", encoding="utf-8") as file:
-        json.dump({"usable": usable, "rows": rows}, file)
+        json.dump(rows, file)
 
 
 if __name__ == "__main__":
