@@ -61,7 +61,7 @@ def main() -> None:
 
     before = anonymous_bytes()
     from oomwatch_probe import probe  # noqa: PLC0415 - what this brings is measured
-    from oomwatch_probe.blocks import Pool  # noqa: PLC0415 - as above, this
+    from oomwatch_probe.blocks import Copy, Pool  # noqa: PLC0415 - what this brings is measured
 
     sys.modules["vllm.v1.core.sched.scheduler"] = sys.modules[Scheduler.__module__]
     probe.prepare()
@@ -82,8 +82,8 @@ def main() -> None:
         copied = [copy for _ in range(7) if (copy := pool.copy()) is not None]
         copies[blocks] = statistics.median(copy.cost_ns for copy in copied) / 1e9
 
-        def count(pool: Pool = pool, copy: object = copied[0]) -> None:
-            pool.count(copy)  # type: ignore[arg-type]  # as above
+        def count(pool: Pool = pool, copy: Copy = copied[0]) -> None:
+            pool.count(copy)
             pool.count_cached()
 
         counts[blocks] = best_of(count, 1, rounds=3)

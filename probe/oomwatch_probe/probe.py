@@ -219,7 +219,7 @@ def _cuda_initialised() -> None:
 
 
 def _begin_anew() -> None:
-    global _probe  # noqa: PLW0603 - as above
+    global _probe  # noqa: PLW0603 - vLLM gives a plugin no place of its own
     if _probe is not None:
         _probe.forget()
         _probe = Probe()
