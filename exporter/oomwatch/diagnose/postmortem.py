@@ -20,7 +20,7 @@ from oomwatch.conclusions import Incident, incidents
 from oomwatch.config import Config
 from oomwatch.daemon import cadence_of, neighbours_of
 from oomwatch.detection import ConfiguredPolicy
-from oomwatch.enginelog.events import Entry, Load
+from oomwatch.enginelog.events import YEAR, Entry, Load
 from oomwatch.enginelog.lines import line_of
 from oomwatch.enginelog.reader import read
 from oomwatch.enginelog.story import Story, clocked
@@ -171,7 +171,7 @@ class _Dated:
         """The time of seconds since a leap year began; of a log without a clock, when it was last written to."""
         if not self._told:
             return self._written + clock
-        years, rest = divmod(clock, _LEAP_YEAR)
+        years, rest = divmod(clock, YEAR)
         moment = _LEAP + timedelta(seconds=rest)
         try:
             return moment.replace(year=self._year + int(years)).timestamp()
@@ -180,5 +180,4 @@ class _Dated:
 
 
 _DAY = 86400.0
-_LEAP_YEAR = 366 * _DAY
 _LEAP = datetime(2000, 1, 1, tzinfo=timezone.utc)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, TypeVar
 
 from oomwatch.enginelog.events import (
+    YEAR,
     Budget,
     Died,
     Entry,
@@ -375,10 +376,7 @@ def clocked(entries: Iterable[Entry]) -> Iterator[tuple[float, Entry]]:
     last, turned = 0.0, 0.0
     for entry in entries:
         if entry.clock is not None:
-            if entry.clock + turned < last - _YEAR / 2:
-                turned += _YEAR
+            if entry.clock + turned < last - YEAR / 2:
+                turned += YEAR
             last = max(last, entry.clock + turned)
         yield last, entry
-
-
-_YEAR = 366 * 86400.0

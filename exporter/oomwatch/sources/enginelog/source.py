@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from oomwatch.enginelog.events import Entry, Load, Step
+from oomwatch.enginelog.events import YEAR, Entry, Load, Step
 from oomwatch.enginelog.lines import line_of
 from oomwatch.enginelog.reader import Reader, last_clock
 from oomwatch.observations import Observation, SourceRun
@@ -19,7 +19,6 @@ from oomwatch.sources.enginelog.places import ContainerFile, File, Journal, Plac
 _SECONDS_A_PASS = 1.0
 _ENTRIES_A_PASS = 2000
 _HISTORY_KEPT = 2000  # entries of what was written before
-_YEAR = 366 * 86400.0
 _TAIL = 64 * 1024  # of a piece, in which its last clock is looked for
 _WAIT_TO_CLOSE = 2.0
 _LONGEST_TEXT = 4096  # bytes of a raw line
@@ -166,7 +165,7 @@ class EngineLogSource:
             age = self._history_age
             if entry.clock is not None and self._last_clock is not None:
                 before = self._last_clock - entry.clock
-                age += before if before >= 0 else before + _YEAR if before < -_YEAR / 2 else 0.0
+                age += before if before >= 0 else before + YEAR if before < -YEAR / 2 else 0.0
             if self._matters(entry):
                 self._publish(line_of(self._clock(), self._engine, replace(entry, age=age), text))
 
