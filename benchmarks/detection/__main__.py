@@ -321,7 +321,7 @@ def _coverage(found: Results) -> str:
         if not of_set and not harmless:
             continue
         healthy = [o for o in of_set if o.label is None]
-        frozen = [s for s in run_set.scenarios() if s.family in HEALTHY]
+        frozen = list(run_set.scenarios(tuple(HEALTHY)))
         weeks = sum(o.gpu_weeks for o in healthy)
         lines.append(
             f"Set {name}: {len(healthy)} of {len(frozen)} healthy runs, {weeks:.0f} of "
