@@ -194,16 +194,17 @@ def outcome_of(scenario: Scenario, work: Options, whole: bool | None = None) -> 
     if work.with_baselines:
         for (fault, rule), found in baselines.alarms(run).items():
             alarms.setdefault(rule, {})[fault] = found
+    levels: dict[str, dict[str, list[Alarm]]] = {}
     others: dict[str, int] = {}
     if work.detector:
         by_verdict = alarms_of(_changes(run, _detector(work.detector), work.ticks, whole), EPOCH, float(run.t[-1]))
         classes = list(FAULT_CLASSES) if whole or label is None else [label.fault]
         for level in LEVELS:
-            alarms[f"oomwatch, {level}"] = _by_class(by_verdict, level, classes, healthy=label is None)
+            levels[f"oomwatch, {level}"] = _by_class(by_verdict, level, classes, healthy=label is None)
         others = {
             f"{verdict}, {level}": len(found) for (verdict, level), found in by_verdict.items() if verdict not in ASKED
         }
-    levels = {rule: by_class for rule, by_class in alarms.items() if rule.startswith("oomwatch")}
+    alarms |= levels
     hurt = _strained(run) if label is None else ()
     return Outcome(
         scenario.set,
