@@ -13,7 +13,7 @@ _START_BYTES = 8 * 1024**2  # of a start that are read, when much was written si
 _END_BYTES = 1024**2  # before the end that are read in any case
 _BEFORE_START = 64 * 1024  # of the lines that the server writes before its engine core's first
 _LONGEST_BACKLOG = 64 * 1024**2
-_STARTS = (b"LLM engine (v",)  # of every release, in the engine core's first line
+_START = b"LLM engine (v"  # of every release, in the engine core's first line
 _BLOCK = 1024**2
 
 
@@ -161,11 +161,10 @@ class FollowedFile:
         return [(start, start + _START_BYTES), (recent, size)]
 
     def _last_start(self, file: int, size: int) -> int | None:
-        end, overlap = size, max(map(len, _STARTS))
+        end = size
         while end > max(0, size - _LOOK_BACK):
             begin = max(0, end - _BLOCK)
-            block = self._pread(file, end - begin + overlap, begin)
-            at = max(block.rfind(mark) for mark in _STARTS)
+            at = self._pread(file, end - begin + len(_START), begin).rfind(_START)
             if at >= 0:
                 return max(0, begin + at - _BEFORE_START)
             end = begin

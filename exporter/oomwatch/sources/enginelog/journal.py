@@ -8,6 +8,7 @@ import selectors
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 
 from oomwatch.sources.enginelog.files import CannotRead, Piece
 
@@ -99,10 +100,8 @@ class FollowedJournal:
     def _ended(self, process: subprocess.Popen[bytes]) -> None:
         said = b""
         if process.stderr is not None:
-            try:
-                said = os.read(process.stderr.fileno(), 4096) or b""
-            except BlockingIOError:
-                said = b""
+            with suppress(BlockingIOError):
+                said = os.read(process.stderr.fileno(), 4096)
         self.close()
         told = said.decode(errors="replace").strip().splitlines()
         why = told[-1] if told else f"exit status {process.returncode}"

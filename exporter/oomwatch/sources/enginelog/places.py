@@ -77,16 +77,16 @@ class Places:
             return None
         if member.container is not None and self.container_file(member.container) is not None:
             return ContainerFile(member.container)
-        targets = [self._target(pid, descriptor) for descriptor in (2, 1)]
-        for descriptor, target in zip((2, 1), targets, strict=True):
+        targets = {path: self._target(path) for path in (f"{self._proc}/{pid}/fd/{number}" for number in (2, 1))}
+        for path, target in targets.items():
             if target == "file":
-                return File(f"{self._proc}/{pid}/fd/{descriptor}")
+                return File(path)
         units = _UNIT.findall(member.path or "")
-        return Journal(units[-1]) if units and "socket" in targets and member.container is None else None
+        return Journal(units[-1]) if units and "socket" in targets.values() and member.container is None else None
 
-    def _target(self, pid: int, descriptor: int) -> str:
+    @staticmethod
+    def _target(path: str) -> str:
         """``file``, ``socket`` or ``""``: what a process' output leads to."""
-        path = f"{self._proc}/{pid}/fd/{descriptor}"
         try:
             if os.readlink(path).startswith("socket:"):
                 return "socket"
