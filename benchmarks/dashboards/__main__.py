@@ -220,7 +220,7 @@ def report(options: argparse.Namespace, series: int, size: int, memory: int, rou
         f"| {board(uid)['title'].rpartition(' ')[2]} | {where} | {seconds:.2f} | {count} |"
         for uid, where, seconds, count in slowest(later)[:12]
     ]
-    nodes = -(-options.engines // fleet.ENGINES_OF_A_NODE)
+    nodes = fleet.nodes(options.engines)
     how = f"""
 ## How
 

@@ -9,19 +9,18 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.samples import Sample
 
 from benchmarks.dashboards.block import PER_CHUNK, STEP_MS, Encoded, Labels, encode
 from oomwatch.demo import DemoNode
-from oomwatch.exposition import SnapshotCollector
 from oomwatch.judge import Judge
 from oomwatch.node import Cadence, Node
-from tests.exposed import CALLS, CONFIG, HISTORY, NOTIFICATIONS
+from oomwatch.verdicts import KILLERS
+from tests.exposed import collector
 
 HOURS = 48
 SAMPLES = HOURS * 60
@@ -31,15 +30,15 @@ BEGIN_MS = END_MS - SAMPLES * STEP_MS
 # Most nodes are well; how far each story has come, in its own seconds.
 STORIES: Mapping[str, float] = {"healthy": 240, "capacity": 380, "leak": 400, "fragmentation": 280}
 SHARES = ("healthy",) * 12 + ("capacity", "leak", "fragmentation")
-ENGINES_OF_A_NODE = 3
 SHAPES = 16
 """Different courses of each kind: neighbouring series are not alike, and making them takes seconds."""
 
-# What the recording rules make of a node: name to the labels besides the node's.
-RECORDED: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
-    "instance_killer:oomwatch_verdict_state:max": (("killer", ("capacity", "fragmentation", "leak", "health")),),
-    "engine:oomwatch_engine_kv_cache_usage_ratio:max": (("engine", ("llama-70b", "qwen-7b", "mistral-7b")),),
-    "engine:oomwatch_engine_generation_tokens:rate5m": (("engine", ("llama-70b", "qwen-7b", "mistral-7b")),),
+ENGINES = ("llama-70b", "qwen-7b", "mistral-7b")
+# What the recording rules make of a node: name to the label besides the node's, and its values.
+RECORDED: Mapping[str, tuple[str, Sequence[str]]] = {
+    "instance_killer:oomwatch_verdict_state:max": ("killer", KILLERS),
+    "engine:oomwatch_engine_kv_cache_usage_ratio:max": ("engine", ENGINES),
+    "engine:oomwatch_engine_generation_tokens:rate5m": ("engine", ENGINES),
 }
 AROUND: Mapping[str, float] = {
     "up": 1.0,
@@ -59,32 +58,21 @@ def page(story: str) -> tuple[Sample, ...]:
     for step in range(int(STORIES[story] / 5) + 1):
         for observation in demo.observations(begin + 5 * step):
             judge.apply(observation)
-    collector = SnapshotCollector(
-        judge.snapshot,
-        process_series_per_gpu=lambda: 32,
-        config=lambda: CONFIG,
-        nvml_calls=lambda: CALLS,
-        history=lambda: HISTORY,
-        notifications=lambda: NOTIFICATIONS,
-    )
-    registry = CollectorRegistry()
-    registry.register(collector)
-    own = [sample for metric in registry.collect() for sample in metric.samples]
+    own = [sample for metric in collector(judge.snapshot()).collect() for sample in metric.samples]
     added = [Sample(name, {}, value) for name, value in AROUND.items()]
-    recorded = [
-        Sample(name, {label: value}, 0.4)
-        for name, labels in RECORDED.items()
-        for label, values in labels
-        for value in values
-    ]
+    recorded = [Sample(name, {label: value}, 0.4) for name, (label, values) in RECORDED.items() for value in values]
     return (*own, *added, *recorded)
+
+
+def nodes(engines: int) -> int:
+    """How many nodes there are for so many engines."""
+    return math.ceil(engines / len(ENGINES))
 
 
 def series(engines: int, everywhere: frozenset[str], once: frozenset[str]) -> Iterator[tuple[Labels, Encoded]]:
     """The names in ``everywhere`` of all nodes, those in ``once`` of the first alone: others are never asked for."""
-    nodes = math.ceil(engines / ENGINES_OF_A_NODE)
     draw = random.Random(1)
-    for number in range(nodes):
+    for number in range(nodes(engines)):
         instance = f"gpu-node-{number:04d}.example.org:18666"
         # The first is the one that Engine and GPU show.
         for sample in page("leak" if number == 0 else SHARES[number % len(SHARES)]):
