@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import sys
 import time
+from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from benchmarks.detection.render import observations
 from benchmarks.detection.sets import load
+from benchmarks.detection.spec import DAY
 from benchmarks.detection.traffic import Traces
 from benchmarks.detection.world import Run, build
-from oomwatch.detectors.base import Finding, Sample
+from oomwatch.detectors.base import Detector, Finding, Sample
 from oomwatch.detectors.registry import KINDS
 from oomwatch.judge import Judge, Seat
 from oomwatch.node import Node
@@ -48,20 +50,21 @@ class Recorder:
         kind = next(kind for kind in KINDS if kind.verdict == self.seat.verdict)
         detector = kind.make(self.seat.subject, self.seat.settings)
         begin = _time(self.calls[0])
-        spent = [0.0, 0.0, 0.0]
-        parts = ((begin + EDGE_S, 0), (begin + DAYS * 86400.0 - EDGE_S, 1), (float("inf"), 2))
-        at = 0
-        for until, part in parts:
-            end = next((i for i in range(at, len(self.calls)) if _time(self.calls[i]) >= until), len(self.calls))
-            started = time.thread_time()
-            for call in self.calls[at:end]:
-                if isinstance(call, float):
-                    detector.conclude(call)
-                else:
-                    detector.observe(call)
-            spent[part] = time.thread_time() - started
-            at = end
-        return spent[0], spent[2]
+        edge = bisect_left(self.calls, begin + EDGE_S, key=_time)
+        other_edge = bisect_left(self.calls, begin + DAYS * DAY - EDGE_S, key=_time)
+        first = _seconds(detector, self.calls[:edge])
+        _seconds(detector, self.calls[edge:other_edge])
+        return first, _seconds(detector, self.calls[other_edge:])
+
+
+def _seconds(detector: Detector, calls: Sequence[Sample | float]) -> float:
+    started = time.thread_time()
+    for call in calls:
+        if isinstance(call, float):
+            detector.conclude(call)
+        else:
+            detector.observe(call)
+    return time.thread_time() - started
 
 
 def _time(call: Sample | float) -> float:
