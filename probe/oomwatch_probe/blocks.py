@@ -56,10 +56,6 @@ class UnknownSchedulerError(Exception):
     """The scheduler is not built as this module knows it; the message says what is missing."""
 
 
-class ChangedMeanwhileError(Exception):
-    """The scheduler worked while its tables were copied."""
-
-
 @dataclass(frozen=True)
 class Copy:
     """The pool at one moment: the references, not yet counted."""

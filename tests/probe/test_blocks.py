@@ -226,9 +226,7 @@ class TestReading:
         reader.read()
         assert (reader.numbers["blocks_living"], reader.numbers["requests_living"]) == (3, 1)
 
-    def test_one_that_hangs_in_the_middle_of_its_work_is_not_read(
-        self, reader: CoreReader, scheduler: Scheduler
-    ) -> None:
+    def test_one_that_hangs_in_the_middle_of_its_work_is_not_read(self, reader: CoreReader) -> None:
         reader.enter(True)
         for _ in range(5):
             reader.read()
@@ -238,7 +236,7 @@ class TestReading:
         reader.read()
         assert reader.numbers["blocks_living"] == 0
 
-    def test_a_call_within_another_is_no_rest(self, reader: CoreReader, scheduler: Scheduler) -> None:
+    def test_a_call_within_another_is_no_rest(self, reader: CoreReader) -> None:
         reader.enter(True)
         reader.enter(False)
         reader.leave()
@@ -322,11 +320,11 @@ class TestReading:
         assert reader.switched_off
         assert reader.texts["blocks_note"].startswith("AttributeError")
 
-    def test_the_engine_is_not_kept_alive(self, reader: CoreReader, scheduler: Scheduler) -> None:
-        other = Scheduler()
-        reader = CoreReader(other, 1.0)
+    def test_the_engine_is_not_kept_alive(self) -> None:
+        scheduler = Scheduler()
+        reader = CoreReader(scheduler, 1.0)
         reader.read()
-        del other
+        del scheduler
         gc.collect()
         assert reader.gone
         reader.read()
