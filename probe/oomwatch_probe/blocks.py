@@ -76,21 +76,22 @@ class Pool:
     def __init__(self, scheduler: Any) -> None:
         """Raises UnknownSchedulerError."""
         manager = _attribute(scheduler, "kv_cache_manager")
-        self._pool = weakref.ref(_attribute(manager, "block_pool"))
+        pool = _attribute(manager, "block_pool")
         managers = _attribute(_attribute(manager, "coordinator"), "single_type_managers")
-        self._scheduler = weakref.ref(scheduler)
+        self._scheduler, self._pool = weakref.ref(scheduler), weakref.ref(pool)
         # Refused before the engine's first step rather than in one of them.
-        _attribute(_attribute(manager.block_pool, "free_block_queue"), "num_free_blocks")
+        _attribute(_attribute(pool, "free_block_queue"), "num_free_blocks")
         for name in ("blocks", "null_block", "num_gpu_blocks"):
-            _attribute(manager.block_pool, name)
+            _attribute(pool, name)
         for name in ("block_id", "ref_cnt", "block_hash"):
-            _attribute(manager.block_pool.null_block, name)
+            _attribute(pool.null_block, name)
         for one in managers:
             _attribute(one, "req_to_blocks")
         _attribute(scheduler, "requests")
+        connector = getattr(scheduler, "connector", None)
         self.texts = {
             "scheduler": type(scheduler).__name__,
-            "kv_connector": _class_name(getattr(scheduler, "connector", None)),
+            "kv_connector": "" if connector is None else type(connector).__name__,
         }
         # Blocks that are taken out for good, like the null block: attention sinks, in 0.14 to 0.23.
         self._set_aside = 1 + sum(len(getattr(one, "sink_blocks", ())) for one in managers)
@@ -98,7 +99,7 @@ class Pool:
         self.owners_note = ""
         if unknown:
             self.owners_note = f"the probe does not know how {', '.join(sorted(set(unknown)))} keeps its blocks"
-        elif _reaches(getattr(scheduler, "connector", None), manager.block_pool, _CONNECTOR_DEPTH):
+        elif _reaches(connector, pool, _CONNECTOR_DEPTH):
             self.owners_note = f"{self.texts['kv_connector']} takes blocks of its own beside those of requests"
 
     def copy(self) -> Copy | None:
@@ -312,10 +313,6 @@ def _attribute(thing: Any, name: str) -> Any:
         return getattr(thing, name)
     except AttributeError:
         raise UnknownSchedulerError(f"{type(thing).__name__} has no {name}") from None
-
-
-def _class_name(thing: object) -> str:
-    return "" if thing is None else type(thing).__name__
 
 
 def _distinct(tables: Sequence[Sequence[Any]]) -> set[int | None]:
