@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from oomwatch import units
@@ -375,8 +375,7 @@ class Node:
             engine.facts = _merge(engine.facts, update.facts)
         if update.gone:
             engine.gone_at, engine.scrape = self._t, None
-            for source in ("vllm", "probe", "log"):
-                self._sources.pop((source, update.facts.name), None)
+            self._forget_sources(update.facts.name)
         else:
             engine.gone_at = None
 
@@ -448,8 +447,12 @@ class Node:
             self._gpus.pop(target, None)
         if source == "vllm":
             self._engines.pop(target, None)
-            for beside in ("probe", "log"):
-                self._sources.pop((beside, target), None)
+            self._forget_sources(target)
+
+    def _forget_sources(self, engine: str) -> None:
+        """What reads an engine from outside has ended with it."""
+        for source in ("vllm", "probe", "log"):
+            self._sources.pop((source, engine), None)
 
     def _silence(self, pid: int) -> None:
         """What a process told of itself ends with it."""
@@ -658,7 +661,7 @@ def _startup_view(start: StartUp | None) -> StartUpView | None:
         utilization=start.utilization,
         max_model_len=start.max_model_len,
         budgets=tuple((rank, worker, budget) for (rank, worker), budget in sorted(start.budgets.items())),
-        pools=tuple(sorted(start.pools.items(), key=itemgetter(0))),
+        pools=tuple(sorted(start.pools.items())),
     )
 
 
