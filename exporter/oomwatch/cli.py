@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -20,22 +21,19 @@ from oomwatch.check import exit_status, read_once, report
 from oomwatch.config import Config, check_files, effective, load, load_with_places
 from oomwatch.connections import CannotListen
 from oomwatch.daemon import Daemon
-from oomwatch.database import FILE
 from oomwatch.demo import SETTINGS, STORIES, TOUR, DemoFeed
 from oomwatch.diagnose.command import command as diagnose_command
 from oomwatch.feed import Feed, NodeFeed
-from oomwatch.history import default_directory
 from oomwatch.notify import send_test
 from oomwatch.past import Past, PrometheusError, PrometheusServer
 from oomwatch.pipeline import Pipeline
 from oomwatch.plan.command import command as plan_command
-from oomwatch.record import CannotRecord, destination, own_url, parts, tap
+from oomwatch.record import PATIENT, CannotRecord, destination, parts, tap
 from oomwatch.recording import RecordingError, unix_time
 from oomwatch.recording import read as read_recording
 from oomwatch.replay import FORMS
 from oomwatch.replay import replay as run_replay
 from oomwatch.settings import ConfigError, parse_duration
-from oomwatch.sources.vllm.transport import ScrapeOptions
 
 _log = structlog.get_logger(__name__)
 
@@ -248,7 +246,13 @@ def replay(
             with read_recording(file or "-") as recording:
                 _print(FORMS[form](run_replay(recording, config), None))
             return
-        options = ScrapeOptions(60.0, 256 * 1024**2, bearer_token_file, username, password_file, ca_file=ca_file)
+        options = replace(
+            PATIENT,
+            bearer_token_file=bearer_token_file,
+            username=username,
+            password_file=password_file,
+            ca_file=ca_file,
+        )
         now = time.time()
         past = Past(PrometheusServer(prometheus, options), step=_seconds("--step", step))
         begin, end = _moment("--from", since or "1d", now), _moment("--to", until, now)
@@ -306,14 +310,11 @@ def record(
     """
     config = _read(config_file, {})
     back, ahead = _seconds("--last", last), _seconds("--for", follow)
-    options = ScrapeOptions(
-        timeout=60.0, max_page_bytes=256 * 1024**2, username=username, password_file=password_file, ca_file=ca_file
-    )
+    options = replace(PATIENT, username=username, password_file=password_file, ca_file=ca_file)
     since = back if back is not None else 0.0 if ahead else config.history.keep
     name = output or f"oomwatch-{socket.gethostname()}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.jsonl.gz"
-    database = (config.history.directory or default_directory()) / FILE
     try:
-        source, first = tap(url or own_url(config), options, database, since, log_text=include_log_text)
+        source, first = tap(config, since, url, options, log_text=include_log_text)
         with destination(name) as stream:
             for part in parts(source, first, ahead or 0.0):
                 stream.write(part.lines)

@@ -18,14 +18,16 @@ from typing import IO, Protocol, cast
 from urllib.parse import urlencode
 
 from oomwatch.config import DEFAULT_PORT, Config, split_address
-from oomwatch.database import Archive, Piece, Unusable
-from oomwatch.history import facts_in
+from oomwatch.database import FILE, Archive, Piece, Unusable
+from oomwatch.history import default_directory, facts_in
 from oomwatch.recording import Header, from_line, header_line, to_line
 from oomwatch.settings import parse_duration
 from oomwatch.sources.vllm.transport import Fetcher, FetchError, Location, ScrapeOptions
 
 PATH = "/api/v1/recording"
 NEXT, START = "X-Oomwatch-Next", "X-Oomwatch-Start"
+PATIENT = ScrapeOptions(timeout=60.0, max_page_bytes=256 * 1024**2)
+"""For servers that are asked for hours or days at once."""
 _PART_BYTES = 16 * 1024**2  # of text, before compression
 _POLL_SECONDS = 5.0
 
@@ -108,12 +110,6 @@ def answer(path: Path, query: Mapping[str, str], now: float) -> Part:
         return part(archive, since, behind, zero, log_text=query.get("log_text") == "1")
 
 
-def own_url(config: Config) -> str:
-    """Where the daemon of this host's configuration answers."""
-    host, port = split_address(config.web.listen_address[0]) or ("", DEFAULT_PORT)
-    return f"http://{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{port}"
-
-
 # --- where it comes from ---------------------------------------------------------------------------------------
 
 
@@ -170,11 +166,15 @@ class DatabaseTap:
             return part(archive, self._since, after, start, log_text=self._log_text)
 
 
-def tap(url: str, options: ScrapeOptions, path: Path, last: float, *, log_text: bool) -> tuple[Tap, Part]:
-    """The daemon at ``url``, else the database at ``path``, with its first part.
+def tap(
+    config: Config, last: float, url: str | None = None, options: ScrapeOptions = PATIENT, *, log_text: bool = False
+) -> tuple[Tap, Part]:
+    """The daemon at ``url``, or the one of this host's configuration, else its database; with its first part.
 
     Raises CannotRecord with what was wrong with both.
     """
+    url = url or _own_url(config)
+    path = (config.history.directory or default_directory()) / FILE
     try:
         daemon = DaemonTap(url, options, last, log_text=log_text)
         return daemon, daemon.take(None)
@@ -185,6 +185,12 @@ def tap(url: str, options: ScrapeOptions, path: Path, last: float, *, log_text: 
         return database, database.take(None)
     except Unusable as error:
         raise CannotRecord(f"there is nothing to record from.\n  {no_daemon}\n  its database: {error}") from None
+
+
+def _own_url(config: Config) -> str:
+    """Where the daemon of this host's configuration answers."""
+    host, port = split_address(config.web.listen_address[0]) or ("", DEFAULT_PORT)
+    return f"http://{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{port}"
 
 
 def parts(source: Tap, first: Part, seconds: float) -> Iterator[Part]:

@@ -14,14 +14,11 @@ import click
 
 from oomwatch import logs
 from oomwatch.config import Config, load
-from oomwatch.database import FILE
 from oomwatch.diagnose import report
 from oomwatch.diagnose.postmortem import NothingToRead, PostMortem, of_recording, of_stream
-from oomwatch.history import default_directory
-from oomwatch.record import CannotRecord, own_url, parts, tap
+from oomwatch.record import CannotRecord, parts, tap
 from oomwatch.recording import Recording, RecordingError
 from oomwatch.settings import ConfigError, parse_duration
-from oomwatch.sources.vllm.transport import ScrapeOptions
 
 
 @click.command("diagnose")
@@ -91,9 +88,7 @@ def _of_daemon(last: str, config: Config) -> list[PostMortem]:
         seconds = parse_duration(last)
     except ValueError:
         raise NothingToRead(f"--last {last} is no duration. Write one such as 2h or 30m") from None
-    database = (config.history.directory or default_directory()) / FILE
-    options = ScrapeOptions(timeout=60.0, max_page_bytes=256 * 1024**2)
-    source, first = tap(own_url(config), options, database, seconds, log_text=False)
+    source, first = tap(config, seconds)
     with tempfile.TemporaryFile() as recording:
         for part in parts(source, first, 0.0):
             recording.write(part.lines)
