@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
-import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -77,10 +77,9 @@ def _prometheus(folder: Path, version: str, daemon: OomwatchDaemon, alertmanager
 
 def _leak_one_by_one(engines: Sequence[FakeVllm]) -> None:
     randomness = random.Random(SEED)
-    pause = threading.Event()
     for engine in engines:
         engine.page = LEAKED
-        pause.wait(randomness.uniform(0, 2 * SPREAD_S / ENGINES))
+        time.sleep(randomness.uniform(0, 2 * SPREAD_S / ENGINES))
 
 
 def _begins(daemon: OomwatchDaemon) -> dict[str, float]:
