@@ -405,11 +405,7 @@ def test_a_baseline_finds_what_it_should_and_the_outcome_survives_json() -> None
 
 @pytest.mark.parametrize("family", ["kv_one_off", "orphan_memory"])
 def test_a_fault_s_own_figures_are_the_same_whether_its_class_or_everything_is_asked_for(family: str) -> None:
-    scenario = draw(family, CLIENTS, 0)._replace(days=0.3, ranks=1)
-    onset = 2 * 3600.0
-    scenario = scenario._replace(
-        leak=scenario.leak._replace(onset=onset), gpu_fault=scenario.gpu_fault._replace(onset=onset)
-    )
+    scenario = shortened(draw(family, CLIENTS, 0), hours=7.2)
     work = Options(None, OURS, 4, False)
     whole, part = outcome_of(scenario, work, whole=True), outcome_of(scenario, work, whole=False)
     assert whole is not None
