@@ -18,6 +18,7 @@ import structlog
 from oomwatch import __version__, logs
 from oomwatch.backtest import backtest
 from oomwatch.check import exit_status, read_once, report
+from oomwatch.commands import fail, seconds
 from oomwatch.config import Config, check_files, effective, load, load_with_places
 from oomwatch.connections import CannotListen
 from oomwatch.daemon import Daemon
@@ -240,7 +241,7 @@ def replay(
     """
     config = _read(config_file, {})
     if (file is None) == (prometheus is None):
-        _fail("give either a recording or --prometheus")
+        fail("give either a recording or --prometheus")
     try:
         if prometheus is None:
             with read_recording(file or "-") as recording:
@@ -258,7 +259,7 @@ def replay(
         begin, end = _moment("--from", since or "1d", now), _moment("--to", until, now)
         _print(FORMS[form](*backtest(past, begin, end, config, engines)))
     except (RecordingError, PrometheusError) as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -269,13 +270,13 @@ def _print(lines: Iterable[str]) -> None:
 def _moment(flag: str, given: str, now: float) -> float:
     """Unix time of a date, a unix time, or a duration before now."""
     try:
-        seconds = parse_duration(given)
+        back = parse_duration(given)
     except ValueError:
         try:
             return unix_time(given)
         except ValueError:
-            _fail(f"{flag} {given} is no time. Write one such as 2026-11-01T00:00:00Z, or 7d for so long ago")
-    return seconds if seconds >= 1e9 else now - seconds
+            fail(f"{flag} {given} is no time. Write one such as 2026-11-01T00:00:00Z, or 7d for so long ago")
+    return back if back >= 1e9 else now - back
 
 
 @main.command()
@@ -319,18 +320,15 @@ def record(
             for part in parts(source, first, ahead or 0.0):
                 stream.write(part.lines)
     except CannotRecord as error:
-        _fail(str(error))
+        fail(str(error))
     except OSError as error:
-        _fail(f"{name} cannot be written: {(error.strerror or str(error)).lower()}")
+        fail(f"{name} cannot be written: {(error.strerror or str(error)).lower()}")
     if name != "-":
         click.echo(f"{name} written")
 
 
 def _seconds(flag: str, given: str | None) -> float | None:
-    try:
-        return None if given is None else parse_duration(given)
-    except ValueError:
-        _fail(f"{flag} {given} is no duration. Write one such as 2h or 30m")
+    return None if given is None else seconds(flag, given)
 
 
 @main.group()
@@ -360,9 +358,9 @@ def alerts_test(config_file: Path | None, severity: str, lasts: str) -> None:
     """
     config = _read(config_file, {})
     if not (config.alerting.alertmanagers or config.alerting.webhooks):
-        _fail("alerting names no alertmanagers and no webhooks, so nobody would be told")
+        fail("alerting names no alertmanagers and no webhooks, so nobody would be told")
     good = True
-    for name, text, accepted in send_test(config, severity, time.time(), _seconds("--lasts", lasts) or 120.0):
+    for name, text, accepted in send_test(config, severity, time.time(), seconds("--lasts", lasts) or 120.0):
         click.echo(f"{name}: {text}")
         good &= accepted
     sys.exit(0 if good else 1)
@@ -437,11 +435,6 @@ def _read(config_file: Path | None, flags: dict[str, object]) -> Config:
         return load(config_file, os.environ, flags)
     except ConfigError as error:
         _refuse(error)
-
-
-def _fail(problem: str) -> NoReturn:
-    click.echo(f"oomwatch: {problem}", err=True)
-    sys.exit(2)
 
 
 def _refuse(error: ConfigError) -> NoReturn:

@@ -8,17 +8,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NoReturn
 
 import click
 
 from oomwatch import logs
+from oomwatch.commands import fail, seconds
 from oomwatch.config import Config, load
 from oomwatch.diagnose import report
 from oomwatch.diagnose.postmortem import NothingToRead, PostMortem, of_recording, of_stream
 from oomwatch.record import CannotRecord, parts, tap
 from oomwatch.recording import Recording, RecordingError
-from oomwatch.settings import ConfigError, parse_duration
+from oomwatch.settings import ConfigError
 
 
 @click.command("diagnose")
@@ -43,12 +43,12 @@ def command(files: tuple[str, ...], last: str | None, config_file: Path | None, 
                  2 a source could not be read, or says nothing of memory; the others are printed
     """
     if bool(files) == (last is not None):
-        _fail("give either logs, - for standard input, or --last 2h for what the daemon observed")
+        fail("give either logs, - for standard input, or --last 2h for what the daemon observed")
     logs.configure("error", "console")
     try:
         config = load(config_file, os.environ, {})
     except ConfigError as error:
-        _fail(str(error))
+        fail(str(error))
     found: list[PostMortem] = []
     problems: list[str] = []
     for source in files or (None,):
@@ -84,18 +84,9 @@ def _of_file(source: str, config: Config) -> list[PostMortem]:
 
 
 def _of_daemon(last: str, config: Config) -> list[PostMortem]:
-    try:
-        seconds = parse_duration(last)
-    except ValueError:
-        raise NothingToRead(f"--last {last} is no duration. Write one such as 2h or 30m") from None
-    source, first = tap(config, seconds)
+    source, first = tap(config, seconds("--last", last))
     with tempfile.TemporaryFile() as recording:
         for part in parts(source, first, 0.0):
             recording.write(part.lines)
         recording.seek(0)
         return of_recording(Recording(recording, f"the last {last}"), config)
-
-
-def _fail(problem: str) -> NoReturn:
-    click.echo(f"oomwatch: {problem}", err=True)
-    sys.exit(2)

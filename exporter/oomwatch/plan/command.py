@@ -7,12 +7,12 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import click
 
 from oomwatch import logs
 from oomwatch.check import read_once
+from oomwatch.commands import fail
 from oomwatch.config import load
 from oomwatch.plan import gpus, report
 from oomwatch.plan.memory import Device, Setup, plan
@@ -115,7 +115,7 @@ def command(
     """
     version = release(vllm_version)
     if version is None:
-        _fail(f"--vllm-version {vllm_version} is no release of vLLM. Write one such as 0.11.2")
+        fail(f"--vllm-version {vllm_version} is no release of vLLM. Write one such as 0.11.2")
     setup = Setup(
         version=version,
         tensor_parallel_size=tensor_parallel_size,
@@ -138,7 +138,7 @@ def command(
         device = _device(gpu, held or 0)
         made = plan(model, device or _of_this_node(gpu, held, setup), setup, margin=margin)
     except ModelError as error:
-        _fail(str(error))
+        fail(str(error))
     click.echo(json.dumps(report.plain(made), indent=2) if form == "json" else report.text(made))
     sys.stdout.flush()
     status = report.EXIT_STATUS[made.starts]
@@ -173,8 +173,3 @@ def _of_this_node(gpu: str | None, held: int | None, setup: Setup) -> Device:
         raise ModelError(str(error)) from None
     device = gpus.of_node(snapshot, setup.ranks * setup.data_parallel_size, gpu.split(",") if gpu else ())
     return device if held is None else replace(device, held=held, holders=())
-
-
-def _fail(problem: str) -> NoReturn:
-    click.echo(f"oomwatch: {problem}", err=True)
-    sys.exit(2)
