@@ -319,9 +319,10 @@ def _budget_overrun(case: _Case) -> _Advice:
             "If that is normal for this engine, tell so: detection.overrides with budget_overrun.allowance of "
             f"{math.ceil(over / 2**28) * 256}MiB."
         )
-    if case.has((0, 10, 2)) is not False:
+    fixed = FLAGS["--kv-cache-memory-bytes"]
+    if case.has(fixed) is not False:
         yield Action(
-            f"Where neighbours need a fixed share, --kv-cache-memory-bytes sets the pool{case.since((0, 10, 2))}.",
+            f"Where neighbours need a fixed share, --kv-cache-memory-bytes sets the pool{case.since(fixed)}.",
             risk="profiling is then left out, and what fits is up to you",
         )
 
@@ -458,7 +459,11 @@ def _runtime_oom(case: _Case) -> _Advice:
     yield Action(
         f"Lower {case.less(share or 0.02)}{missing}. What is outside the KV pool gets room.", cost=_SMALLER_POOL
     )
-    yield Action(
+    yield _smaller_allocations(case)
+
+
+def _smaller_allocations(case: _Case) -> Action:
+    return Action(
         f"Or lower {case.smaller_batches}, which makes the largest single allocation smaller.", cost=_SLOWER_PROMPTS
     )
 
@@ -497,9 +502,7 @@ def _allocator_fragmentation(case: _Case) -> _Advice:
         )
     else:
         yield Action(f"Or lower {case.less(0.02)}: what is outside the KV pool gets room.", cost=_SMALLER_POOL)
-    yield Action(
-        f"Or lower {case.smaller_batches}, which makes the largest single allocation smaller.", cost=_SLOWER_PROMPTS
-    )
+    yield _smaller_allocations(case)
 
 
 def _unaccounted_growth(case: _Case) -> _Advice:
