@@ -194,7 +194,6 @@ def refusal_evidence(refused: Refused, start: StartUp | None) -> Evidence:
     ``largest_passing_utilization`` is what was free over the total; ``smallest_passing_utilization`` what would make
     room for one request of the longest length, where that much was free.
     """
-    evidence: dict[str, float | int | str | list[int] | list[str]] = {"reason": refused.reason}
     utilization = refused.utilization if refused.utilization is not None else start.utilization if start else None
     numbers = {
         # 0.0 GiB is what a small size was rounded to.
@@ -210,7 +209,7 @@ def refusal_evidence(refused: Refused, start: StartUp | None) -> Evidence:
         "largest_max_model_len": _largest_length(refused),
         "largest_max_num_seqs": refused.blocks if refused.reason == "too_many_sequences" else None,
     }
-    return {**evidence, **{name: value for name, value in numbers.items() if value is not None}}
+    return {"reason": refused.reason, **{name: value for name, value in numbers.items() if value is not None}}
 
 
 def _largest_utilization(refused: Refused) -> float | None:
@@ -399,7 +398,6 @@ def shortage_evidence(ranks: Iterable[Shortage], cause: Cause) -> Evidence:
     """The numbers of the first error of a failure, under stable names, and how many workers it met."""
     listed = list(ranks)
     error = listed[0].error
-    evidence: dict[str, float | int | str | list[int] | list[str]] = {"cause": cause.how}
     numbers = {
         "step": listed[0].step,
         "wanted_bytes": error.wanted,
@@ -414,4 +412,4 @@ def shortage_evidence(ranks: Iterable[Shortage], cause: Cause) -> Evidence:
         "dummy_requests": error.dummy_requests,
         "workers": len(listed),
     }
-    return {**evidence, **{name: value for name, value in numbers.items() if value is not None}}
+    return {"cause": cause.how, **{name: value for name, value in numbers.items() if value is not None}}
