@@ -18,7 +18,7 @@ from statistics import median
 from tests.alerts.alertmanagers import Alertmanager, Inbox, inbox, shipped_config, to_webhooks
 from tests.documents import REPOSITORY
 from tests.e2e.daemon import OomwatchDaemon
-from tests.e2e.processes import wait_until
+from tests.e2e.processes import wait_for, wait_until
 from tests.e2e.prometheus import PrometheusServer, scrape_config
 from tests.e2e.tools import VERSIONS
 from tests.sources.vllm.captures import capture
@@ -92,8 +92,7 @@ def _begins(daemon: OomwatchDaemon) -> dict[str, float]:
             if (verdict["verdict"], verdict["state"]) == ("kv-block-leak", "page")
         }
 
-    wait_until(lambda: len(found()) == ENGINES, MOST_S, "every leak is a verdict")
-    return found()
+    return wait_for(found, lambda begins: len(begins) == ENGINES, MOST_S, "every leak is a verdict")
 
 
 def _arrivals(box: Inbox) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import Any
 import requests
 import yaml
 
-from tests.e2e.processes import ServerProcess, free_port, wait_until
+from tests.e2e.processes import ServerProcess, free_port, wait_for
 from tests.e2e.tools import program
 
 CONFIG = Path(__file__).resolve().parents[2] / "alerts" / "alertmanager.yml"
@@ -35,8 +35,7 @@ class Inbox:
         return [body for where, body in self.received if where == path]
 
     def wait_for(self, path: str, count: int, seconds: float = 30.0) -> list[Any]:
-        wait_until(lambda: len(self.to(path)) >= count, seconds, f"{count} posted to {path}")
-        return self.to(path)
+        return wait_for(lambda: self.to(path), lambda got: len(got) >= count, seconds, f"{count} posted to {path}")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import requests
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.processes import ServerProcess, free_port, wait_until
+from tests.e2e.processes import ServerProcess, free_port, wait_for
 
 START_TIMEOUT_S = 30.0
 
@@ -114,11 +114,4 @@ class OomwatchDaemon(ServerProcess):
 
     def wait_for(self, condition: Callable[[Page], bool], what: str, timeout_s: float = 20.0) -> Page:
         """The first page that meets ``condition``."""
-        pages: list[Page] = []
-
-        def met() -> bool:
-            pages.append(self.page())
-            return condition(pages[-1])
-
-        wait_until(met, timeout_s, what)
-        return pages[-1]
+        return wait_for(self.page, condition, timeout_s, what)

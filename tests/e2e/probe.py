@@ -12,7 +12,7 @@ from threading import Event, Thread
 
 from oomwatch.probe_layout import Absence, Report, decode
 from tests.documents import REPOSITORY
-from tests.e2e.processes import wait_until
+from tests.e2e.processes import wait_for
 
 SOURCE = REPOSITORY / "probe"
 
@@ -42,14 +42,7 @@ class ProbeFolder:
 
     def wait_for(self, condition: Callable[[Report], bool], what: str, timeout_s: float = 30) -> Report:
         """The first report of the engine core that meets ``condition``."""
-        found: list[Report] = []
-
-        def met() -> bool:
-            found[:] = [self.core()]
-            return condition(found[0])
-
-        wait_until(met, timeout_s, what, interval_s=0.02)
-        return found[0]
+        return wait_for(self.core, condition, timeout_s, what, interval_s=0.02)
 
     def wait_for_count(self, what: str = "the blocks were counted again") -> Report:
         """The first report whose blocks were counted after this call."""

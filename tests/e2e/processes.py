@@ -21,6 +21,7 @@ STOP_TIMEOUT_S = 20.0
 LOG_LINES_IN_ERRORS = 30
 
 _Server = TypeVar("_Server", bound="ServerProcess")
+_Value = TypeVar("_Value")
 
 
 class ServerError(RuntimeError):
@@ -37,11 +38,23 @@ def free_port() -> int:
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, interval_s: float = 0.1) -> None:
     """Returns as soon as the condition holds; raises TimeoutError naming `what` when it does not within the time."""
+    wait_for(condition, bool, timeout_s, what, interval_s)
+
+
+def wait_for(
+    read: Callable[[], _Value],
+    condition: Callable[[_Value], bool],
+    timeout_s: float,
+    what: str,
+    interval_s: float = 0.1,
+) -> _Value:
+    """The first value read that meets the condition; raises TimeoutError naming `what` when none does in time."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while not condition(value := read()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"after {timeout_s:g} s still not: {what}")
         time.sleep(interval_s)
+    return value
 
 
 class ServerProcess:

@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from tests.e2e.daemon import OomwatchDaemon
-from tests.e2e.processes import wait_until
+from tests.e2e.processes import wait_for
 from tests.sources.vllm.captures import CAPTURES
 
 FOLDER = CAPTURES / "0.32.0"
@@ -55,8 +55,9 @@ class Followed:
         return self.daemon.verdict(name, engine=engine)
 
     def wait(self, engine: str, name: str, state: str) -> dict[str, Any]:
-        wait_until(lambda: self.verdict(engine, name)["state"] == state, 30, f"{name} of {engine} is {state}")
-        return self.verdict(engine, name)
+        return wait_for(
+            lambda: self.verdict(engine, name), lambda one: one["state"] == state, 30, f"{name} of {engine} is {state}"
+        )
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from tests.e2e.alert_chain import AlertChain
 from tests.e2e.conftest import StartEngine
 from tests.e2e.daemon import OomwatchDaemon, intervals
 from tests.e2e.engine import Completion, Load, VllmEngine
-from tests.e2e.processes import ServerError, wait_until
+from tests.e2e.processes import ServerError, wait_for, wait_until
 from tests.e2e.vllm_setup import VllmVenv
 
 INTERVAL_S = 1.0
@@ -123,14 +123,7 @@ class Watched:
         self, condition: Callable[[dict[str, Verdict]], bool], what: str, timeout_s: float
     ) -> dict[str, Verdict]:
         """The first verdicts that meet ``condition``."""
-        answers: list[dict[str, Verdict]] = []
-
-        def met() -> bool:
-            answers.append(self.verdicts())
-            return condition(answers[-1])
-
-        wait_until(met, timeout_s, what)
-        return answers[-1]
+        return wait_for(self.verdicts, condition, timeout_s, what)
 
     def serve_batch(self) -> list[Completion]:
         """Requests that come together, and then an idle gap: until the daemon has read the idle server twice."""

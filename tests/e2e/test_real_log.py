@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.conftest import StartEngine
 from tests.e2e.daemon import OomwatchDaemon, intervals
 from tests.e2e.engine import BLOCK_TOKENS, MODEL_NAME, POOL_BLOCKS
-from tests.e2e.processes import ServerError, wait_until
+from tests.e2e.processes import ServerError, wait_for
 
 SECRET = "sk-f00dcafe-of-the-operator"
 CONFIG = {
@@ -34,8 +34,9 @@ def test_its_refusal_is_read_to_the_verdict_and_the_length_that_fits(refused: Oo
     def told(name: str) -> dict[str, Any]:
         return refused.verdict(name, engine=MODEL_NAME)
 
-    wait_until(lambda: told("startup-refused")["state"] == "ticket", 20, "the refusal is concluded")
-    verdict = told("startup-refused")
+    verdict = wait_for(
+        lambda: told("startup-refused"), lambda one: one["state"] == "ticket", 20, "the refusal is concluded"
+    )
     evidence = verdict["evidence"]
     assert evidence["reason"] == "context_too_long"
     assert evidence["max_model_len"] == 4096
