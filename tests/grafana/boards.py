@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from oomwatch.demo.machine import Machine
-from tests.grafana.seeded import DASHBOARDS, END, Tale
+from tests.grafana import dashboards
+from tests.grafana.seeded import END, Tale
 from tests.grafana.viewer import Panel, Viewer
 
 LAPTOP, WIDE = 1280, 1920
-BOARDS = ("fleet", "engine", "gpu", "self")
+BOARDS = tuple(uid.removeprefix("oomwatch-") for uid in dashboards.UIDS)
 # Whom a story is about, where it is not about llama-70b and the first GPU.
 ENGINES = {"memory-leak": "mistral-7b", "lost": "qwen-7b", "restart": "qwen-7b"}
 GPUS = {"memory-leak": 3, "lost": 3, "orphan": 1}
@@ -18,8 +18,7 @@ UUIDS = [gpu.uuid for gpu in Machine(1, float).gpus]
 
 
 def board(name: str) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads((DASHBOARDS / f"oomwatch-{name}.json").read_text(encoding="utf-8"))
-    return read
+    return dashboards.board(f"oomwatch-{name}")
 
 
 def chosen(name: str, tale: Tale) -> dict[str, str]:

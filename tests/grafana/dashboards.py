@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.documents import REPOSITORY
+
 FOLDER = REPOSITORY / "grafana" / "dashboards"
 UIDS = ("oomwatch-fleet", "oomwatch-engine", "oomwatch-gpu", "oomwatch-self")
 

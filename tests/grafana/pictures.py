@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.documents import REPOSITORY
 from tests.grafana import view_setup
 from tests.grafana.boards import LAPTOP, board, show
 from tests.grafana.seeded import END, TALES, seeded
 from tests.grafana.viewer import Viewer, opened
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
+FOLDER = REPOSITORY / "docs" / "images"
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Picture:
 
     board: str
     story: str
-    panels: Sequence[str] = field(default=())
+    panels: Sequence[str]
 
 
 _VERDICTS = ("Verdicts over time", "Evidence")

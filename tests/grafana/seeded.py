@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import yaml
-from prometheus_client import CollectorRegistry
 
 from oomwatch import textformat
 from oomwatch.attribution import Neighbour
@@ -33,12 +32,12 @@ from oomwatch.node import Cadence, Node
 from oomwatch.notify import TargetStatus
 from oomwatch.observations import LogLine
 from oomwatch.sources.nvml.calls import FunctionStats
+from tests.documents import REPOSITORY
 from tests.e2e.prometheus import PrometheusServer, scrape_config
 from tests.e2e.tools import find_promtool
 from tests.exposed import CONFIG
+from tests.grafana import dashboards
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-DASHBOARDS = REPOSITORY / "grafana" / "dashboards"
 RULES = REPOSITORY / "alerts" / "rules" / "oomwatch-fleet.yml"
 JOB = "oomwatch"
 END = 1_790_000_000.0
@@ -143,10 +142,9 @@ def _lines(tale: Tale) -> Iterator[str]:
         if step == 1:
             for said in _started(t):
                 judge.apply(said)
-        own = CollectorRegistry()
-        own.register(_collector(judge, step, t, tale))
         labels = _labels(tale.instance)
-        for line in textformat.openmetrics(own.collect()).decode().splitlines():
+        page = textformat.openmetrics(_collector(judge, step, t, tale).collect())
+        for line in page.decode().splitlines():
             series, _, value = line.rpartition(" ")
             name, _, more = series.partition("{")
             if name in wanted:
@@ -176,7 +174,7 @@ def _started(t: float) -> Iterator[LogLine]:
 
 def _mentioned() -> set[str]:
     """Every word of the dashboards and the recording rules, the names of metrics among them."""
-    files = [RULES, *DASHBOARDS.glob("*.json")]
+    files = [RULES, *dashboards.FOLDER.glob("*.json")]
     return {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
 
 
@@ -211,10 +209,7 @@ def _around(step: int, t: float, tale: Tale) -> dict[str, float]:
         "scrape_duration_seconds": 0.02 + 0.002 * (step % 5),
         "process_cpu_seconds_total": 2 + step * tale.interval * 0.004,
         "process_resident_memory_bytes": 61e6 + 5e4 * (step % 7),
-        "process_virtual_memory_bytes": 420e6,
         "process_start_time_seconds": tale.begin - 5,
-        "process_open_fds": 24,
-        "process_max_fds": 1024,
     }
 
 

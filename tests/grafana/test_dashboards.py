@@ -19,9 +19,9 @@ from promql_parser import Call, MatrixSelector, VectorSelector
 
 from oomwatch.notify import Place
 from tests.alerts.promql import labels_of, nodes, rules, selectors, series
+from tests.documents import REPOSITORY
 from tests.grafana.dashboards import (
     FOLDER,
-    REPOSITORY,
     UIDS,
     Target,
     asked,

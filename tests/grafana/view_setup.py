@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.commands import CommandError, run_until
+from tests.documents import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).with_name("view")
 CACHE = REPOSITORY / ".cache"
 TIMEOUT_S = 900.0
