@@ -11,9 +11,6 @@ from tests.grafana.viewer import Panel, Viewer
 
 LAPTOP, WIDE = 1280, 1920
 BOARDS = tuple(uid.removeprefix("oomwatch-") for uid in dashboards.UIDS)
-# Whom a story is about, where it is not about llama-70b and the first GPU.
-ENGINES = {"memory-leak": "mistral-7b", "lost": "qwen-7b", "restart": "qwen-7b"}
-GPUS = {"memory-leak": 3, "lost": 3, "orphan": 1}
 UUIDS = [gpu.uuid for gpu in Machine(1, float).gpus]
 
 
@@ -25,9 +22,9 @@ def chosen(name: str, tale: Tale) -> dict[str, str]:
     """The variables' values, as the links from an alert about this story would set them."""
     values = {"instance": tale.instance}
     if name == "engine":
-        values["engine"] = ENGINES.get(tale.story, "llama-70b")
+        values["engine"] = tale.engine
     if name == "gpu":
-        values["gpu"] = UUIDS[GPUS.get(tale.story, 0)]
+        values["gpu"] = UUIDS[tale.gpu]
     return values
 
 

@@ -50,13 +50,16 @@ RULES_STEP_S = 90
 class Tale:
     """The demo's ``story``, ``stretch`` times as slow as there, read every ``interval`` seconds, until END.
 
-    It has then come to its ``until``-th second, counted as in the demo.
+    It has then come to its ``until``-th second, counted as in the demo. It is about an ``engine``, and shows on the
+    GPU with the index ``gpu``.
     """
 
     story: str
     until: float
     stretch: float = 10.0
     interval: float = 30.0
+    engine: str = "llama-70b"
+    gpu: int = 0
 
     @property
     def instance(self) -> str:
@@ -75,12 +78,12 @@ TALES: Mapping[str, Tale] = {
         Tale("capacity", 400),
         Tale("fragmentation", 305, 144, 90),
         Tale("leak", 420),
-        Tale("memory-leak", 300, 144, 90),
+        Tale("memory-leak", 300, 144, 90, engine="mistral-7b", gpu=3),
         Tale("host-leak", 290, 80, 90),
-        Tale("orphan", 230),
+        Tale("orphan", 230, gpu=1),
         Tale("stuck", 250),
-        Tale("lost", 200),
-        Tale("restart", 200),
+        Tale("lost", 200, engine="qwen-7b", gpu=3),
+        Tale("restart", 200, engine="qwen-7b"),
     )
 }
 # A node that Prometheus cannot reach.

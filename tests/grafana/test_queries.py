@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,25 +14,13 @@ import requests
 from tests.e2e.daemon import OomwatchDaemon
 from tests.e2e.prometheus import PrometheusServer, scrape_config
 from tests.grafana.dashboards import UIDS, asked, filled, marks, panels, targets, variables
-from tests.grafana.seeded import DOWN, END, JOB, TALES
+from tests.grafana.seeded import DOWN, END, JOB, TALES, Tale
 
 # Telling all stories is most of it, and takes minutes on a machine that does much else.
 pytestmark = pytest.mark.timeout(600)
 
 WINDOW = 6 * 3600
 STEP = 180
-
-
-@dataclass(frozen=True)
-class View:
-    """A dashboard with its variables chosen."""
-
-    uid: str
-    story: str
-    values: Mapping[str, str]
-
-    def __str__(self) -> str:
-        return f"{self.uid} {dict(self.values)}"
 
 
 class Server:
@@ -77,12 +65,9 @@ def _as_text(metric: Mapping[str, str]) -> str:
     return f"{metric.get('__name__', '')}{{{inside}}} 1 0"
 
 
-# Who is hit in each story, and the index of a device that shows it.
-HIT: Mapping[str, tuple[str, int]] = {
-    "memory-leak": ("mistral-7b", 3),
-    "lost": ("qwen-7b", 3),
-    "orphan": ("llama-70b", 1),
-    "restart": ("mistral-7b", 3),
+# Beside the engine that a story restarts another one sleeps: that one is looked at.
+LOOKED_AT: Mapping[str, Tale] = {
+    tale.instance: tale for tale in (*TALES.values(), replace(TALES["restart"], engine="mistral-7b", gpu=3))
 }
 # No GPU of the demo is sliced.
 NOT_IN_THE_DEMO = {
@@ -96,17 +81,16 @@ def server(stories: PrometheusServer) -> Server:
     return Server(stories.url)
 
 
-def view(server: Server, uid: str, instance: str) -> View:
-    """The dashboard with its variables set to the story of that node."""
-    story = instance.partition(":")[0]
-    name, index = HIT.get(story, ("llama-70b", 0))
-    values = {"job": JOB, "instance": instance, "engine": name, "rank": ".+"}
+def chosen(server: Server, uid: str, instance: str) -> dict[str, str]:
+    """The dashboard's variables, set to the story of that node."""
+    tale = LOOKED_AT.get(instance, TALES["healthy"])
+    values = {"job": JOB, "instance": instance, "engine": tale.engine, "rank": ".+"}
     known = {variable["name"]: variable for variable in variables(uid)}
     if uid == "oomwatch-engine":
         values["gpu"] = "|".join(server.choices(known["gpu"], values))
     if uid == "oomwatch-gpu":
-        values["gpu"] = [*server.choices(known["gpu"], values), "none"][index if instance != DOWN else 0]
-    return View(uid, story, values)
+        values["gpu"] = [*server.choices(known["gpu"], values), "none"][tale.gpu]
+    return values
 
 
 class Answers:
@@ -119,13 +103,13 @@ class Answers:
     def of(self, uid: str, instance: str) -> Mapping[tuple[str, str], int]:
         """Panel and letter to the number of series."""
         if (uid, instance) not in self._found:
-            chosen = view(self._server, uid, instance).values
-            asked_for = [(panel["title"], target) for panel in panels(uid) for target in panel["targets"]]
+            values = chosen(self._server, uid, instance)
             self._found[uid, instance] = {
-                (title, target["refId"]): len(
-                    self._server.query(filled(target["expr"], chosen), instant=target["instant"])
+                (panel["title"], target["refId"]): len(
+                    self._server.query(filled(target["expr"], values), instant=target["instant"])
                 )
-                for title, target in asked_for
+                for panel in panels(uid)
+                for target in panel["targets"]
             }
         return self._found[uid, instance]
 
@@ -194,8 +178,8 @@ def test_a_number_and_one_that_cannot_be_read_are_told_apart(server: Server) -> 
     words = panel["fieldConfig"]["defaults"]["mappings"][0]["options"]
 
     def shown(story: str) -> float:
-        chosen = view(server, "oomwatch-gpu", f"{story}:18666").values
-        (found,) = server.query(filled(panel["targets"][0]["expr"], chosen), instant=True)
+        values = chosen(server, "oomwatch-gpu", f"{story}:18666")
+        (found,) = server.query(filled(panel["targets"][0]["expr"], values), instant=True)
         return float(found["value"][1])
 
     assert shown("healthy") > 1024**3
@@ -242,8 +226,8 @@ def test_a_gpu_is_offered_by_index_and_name(server: Server) -> None:
 def test_restarts_sleep_pages_and_xids_are_marked(server: Server) -> None:
     def marked(uid: str, name: str, story: str, **others: str) -> int:
         (mark,) = (mark for mark in marks(uid) if mark["name"] == name)
-        chosen = {**view(server, uid, f"{story}:18666").values, **others}
-        return len(server.query(filled(mark["expr"], chosen), instant=False))
+        values = {**chosen(server, uid, f"{story}:18666"), **others}
+        return len(server.query(filled(mark["expr"], values), instant=False))
 
     assert marked("oomwatch-engine", "Sleep", "restart")
     assert marked("oomwatch-engine", "Restarts", "restart", engine="qwen-7b")
