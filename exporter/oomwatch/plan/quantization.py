@@ -100,14 +100,13 @@ def _left_alone(config: Mapping[str, object]) -> frozenset[str]:
         "mixer": ("linear_attn", "mamba", "mixer"),
         "mlp": ("shared_expert",),
     }
+    about = {part: [one for one in listed if any(word in one for word in those)] for part, those in words.items()}
     many = 8  # so many single layers are all of them, or nearly
-    return frozenset(
-        part
-        for part, those in words.items()
-        if sum(any(word in one for word in those) for one in listed) >= many
-        or any(word in one and not any(c.isdigit() for c in one) for one in listed for word in those)
-        or any(word in one and ("*" in one or one.startswith("re:")) for one in listed for word in those)
-    )
+    return frozenset(part for part, those in about.items() if len(those) >= many or any(map(_of_all_layers, those)))
+
+
+def _of_all_layers(exception: str) -> bool:
+    return "*" in exception or exception.startswith("re:") or not any(letter.isdigit() for letter in exception)
 
 
 def _list(value: object) -> list[object]:
