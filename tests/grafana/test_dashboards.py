@@ -164,19 +164,16 @@ def test_each_query_is_named_and_read_as_code(uid: str, panel: dict[str, Any]) -
 @for_each(panels)
 def test_overrides_and_columns_name_what_is_there(uid: str, panel: dict[str, Any]) -> None:
     letters = {target["refId"] for target in panel["targets"]}
-    shown = {name for target in panel["targets"] for name in (target["legendFormat"],)}
-    for step in panel.get("transformations", []):
-        shown |= set(step["options"].get("renameByName", {}).values())
+    shown = {*(target["legendFormat"] for target in panel["targets"]), *renamed(panel).values()}
     for override in panel["fieldConfig"]["overrides"]:
         matcher = override["matcher"]
         if matcher["id"] == "byFrameRefID":
             assert matcher["options"] in letters
         elif matcher["id"] == "byName" and panel["type"] == "table":
             assert matcher["options"] in shown
-    for step in panel.get("transformations", []):
-        for name in step["options"].get("renameByName", {}):
-            letter = name.removeprefix("Value #")
-            assert letter == name or letter in letters
+    for name in renamed(panel):
+        letter = name.removeprefix("Value #")
+        assert letter == name or letter in letters
 
 
 # --- what dashboard-linter checks ------------------------------------------------------------------------------------
@@ -289,6 +286,12 @@ def marked(expr: str) -> str:
     return filled(expr, values)
 
 
+def renamed(panel: dict[str, Any]) -> dict[str, str]:
+    """The columns of a table: the names of its fields, and the titles that they get."""
+    steps = (step["options"] for step in panel.get("transformations", []))
+    return {name: title for options in steps for name, title in options.get("renameByName", {}).items()}
+
+
 def properties(panel: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for override in panel["fieldConfig"]["overrides"]:
         for item in override["properties"]:
@@ -321,10 +324,8 @@ def test_legends_and_columns_are_labels_of_the_result(uid: str, panel: dict[str,
         everything = frozenset().union(
             *(labels_of(promql_parser.parse(filled(target["expr"])), known_series()) for target in panel["targets"])
         )
-        for step in panel["transformations"]:
-            columns = {name for name in step["options"].get("renameByName", {}) if not name.startswith("Value")}
-            # Each label has its column: none stands there by its raw name.
-            assert not columns or columns == everything
+        # Each label has its column: none stands there by its raw name.
+        assert {name for name in renamed(panel) if not name.startswith("Value")} == everything
 
 
 def test_every_family_of_verdicts_and_floors_is_on_a_dashboard() -> None:
@@ -429,9 +430,7 @@ def test_links_fill_variables_that_are_there(uid: str) -> None:
 
 @for_each(panels)
 def test_links_of_cells_are_filled_from_columns_that_are_there(uid: str, panel: dict[str, Any]) -> None:
-    columns = {
-        name for step in panel.get("transformations", []) for name in step["options"].get("renameByName", {}).values()
-    }
+    columns = set(renamed(panel).values())
     for url in links(panel):
         assert set(re.findall(r"__data\.fields\.(\w+):percentencode", url)) <= columns
         assert "${__url_time_range}" in url
