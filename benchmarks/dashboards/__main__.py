@@ -20,15 +20,15 @@ from statistics import median
 from typing import Any
 
 import psutil
-import requests
 
 from benchmarks.dashboards import block, fleet
 from tests.e2e.prometheus import PrometheusServer, scrape_config
 from tests.e2e.tools import require_tool
-from tests.grafana.dashboards import UIDS, asked, board, filled, panels, questions, variables
+from tests.grafana.dashboards import UIDS, asked, board, filled, panels, queried, questions
 
 AT_ONCE = 6
 SCRAPE_S = 60
+TIMEOUT_S = 120.0
 CORES = psutil.cpu_count() or 1
 # A wide screen has that many points for one of a dashboard's 24 columns, and Grafana rounds what a point stands for.
 POINTS = 78
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.first:
                 # Processes of one session share what they get; the server has a session of its own.
                 Path(f"/proc/{server.pid}/autogroup").write_text("-19")
-            (held,) = instant(server.url, "count({__name__!=''})")
+            (held,) = instant(server, "count({__name__!=''})")
             assert int(held["value"][1]) == count, (held, count)
             rounds = [{uid: opened(server, uid) for uid in UIDS} for _ in range(options.rounds)]
             memory = psutil.Process(server.pid).memory_info().rss
@@ -102,7 +102,7 @@ def opened(server: PrometheusServer, uid: str) -> Opened:
     """Open the dashboard, and see what that costs the server."""
     process = psutil.Process(server.pid)
     before, all_before = process.cpu_times(), psutil.cpu_times()
-    seconds, found = load(server.url, uid)
+    seconds, found = load(server, uid)
     after = process.cpu_times()
     cpu = after.user + after.system - before.user - before.system
     return Opened(seconds, cpu, max(0.0, busy(psutil.cpu_times()) - busy(all_before) - cpu) / (seconds * CORES), found)
@@ -113,32 +113,30 @@ def busy(times: Any) -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
-def load(url: str, uid: str) -> tuple[float, list[Asked]]:
+def load(server: PrometheusServer, uid: str) -> tuple[float, list[Asked]]:
     """The seconds until everything is there, and each query."""
     begin = time.perf_counter()
-    values, found = choose(url, uid)
+    values, found = choose(server, uid)
     with ThreadPoolExecutor(AT_ONCE) as browser:
-        for answers in browser.map(lambda panel: fill(url, uid, panel, values), panels(uid)):
+        for answers in browser.map(lambda panel: fill(server, uid, panel, values), panels(uid)):
             found += answers
     return time.perf_counter() - begin, found
 
 
-def choose(url: str, uid: str) -> tuple[Mapping[str, str], list[Asked]]:
+def choose(server: PrometheusServer, uid: str) -> tuple[Mapping[str, str], list[Asked]]:
     """Every variable asked, and the first node, its first engine and its first GPU chosen."""
     values = {"job": fleet.JOB, "rank": ".+", "gpu": "none"}
     values["instance"] = ".+" if uid in OF_A_FLEET else "gpu-node-0000.example.org:18666"
     found = []
-    for variable in variables(uid):
-        if variable["type"] != "query":
-            continue
-        expr = filled(asked(variable["query"]), values)
+    for variable in queried(uid):
+        expr, label = asked(variable)
+        expr = filled(expr, values)
         begin = time.perf_counter()
-        if variable["query"].startswith("query_result"):
-            offered = sorted(series["metric"]["gpu"] for series in instant(url, expr))
-        else:
-            label = variable["query"].rpartition(",")[2].strip(" )")
+        if label:
             span = {"start": str(fleet.BEGIN_MS // 1000), "end": str(fleet.END_MS // 1000)}
-            offered = api(url, f"label/{label}/values", {"match[]": expr, **span})
+            offered = server.api(f"label/{label}/values", TIMEOUT_S, **{"match[]": expr}, **span)
+        else:
+            offered = sorted(series["metric"]["gpu"] for series in instant(server, expr))
         found.append(Asked(uid, f"variable {variable['name']}", time.perf_counter() - begin, len(offered)))
         assert offered, (uid, expr)
         if variable["name"] in ("engine", "gpu"):
@@ -161,31 +159,24 @@ def times(step: int) -> Mapping[str, str]:
     }
 
 
-def fill(url: str, uid: str, panel: Mapping[str, Any], values: Mapping[str, str]) -> list[Asked]:
+def fill(server: PrometheusServer, uid: str, panel: Mapping[str, Any], values: Mapping[str, str]) -> list[Asked]:
     found = []
     step = step_of(panel)
     for target in panel["targets"]:
         expr = filled(target["expr"], values, times(step))
         begin = time.perf_counter()
         if target["instant"]:
-            answer = instant(url, expr)
+            answer = instant(server, expr)
         else:
             span = {"start": str(fleet.BEGIN_MS // 1000), "end": str(fleet.END_MS // 1000 - 60), "step": str(step)}
-            answer = api(url, "query_range", {"query": expr, **span})["result"]
+            answer = server.api("query_range", TIMEOUT_S, query=expr, **span)["result"]
         where = f"{panel['title']}, {target['refId']}"
         found.append(Asked(uid, where, time.perf_counter() - begin, len(answer)))
     return found
 
 
-def instant(url: str, expr: str) -> list[dict[str, Any]]:
-    return list(api(url, "query", {"query": expr, "time": str(fleet.END_MS // 1000 - 60)})["result"])
-
-
-def api(url: str, path: str, parameters: Mapping[str, str]) -> Any:
-    answer = requests.get(f"{url}/api/v1/{path}", params=dict(parameters), timeout=120).json()
-    if answer["status"] != "success":
-        raise RuntimeError(f"{answer.get('error')}: {parameters}")
-    return answer["data"]
+def instant(server: PrometheusServer, expr: str) -> list[dict[str, Any]]:
+    return list(server.api("query", TIMEOUT_S, query=expr, time=str(fleet.END_MS // 1000 - 60))["result"])
 
 
 Round = Mapping[str, Opened]

@@ -89,9 +89,9 @@ class PrometheusServer(ServerProcess):
         wait_until(answers, timeout_s, f"{expression} has a result", interval_s=0.25)
         return result
 
-    def api(self, path: str, **parameters: str) -> Any:
+    def api(self, path: str, timeout_s: float = 10.0, /, **parameters: str) -> Any:
         """The `data` of GET /api/v1/<path>: "alerts", "rules", "targets", "query_range" and so on."""
-        answer = requests.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=10)
+        answer = requests.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=timeout_s)
         body = answer.json()
         if body["status"] != "success":
             raise PrometheusError(f"{body['errorType']}: {body['error']} (asked {path} {parameters})")

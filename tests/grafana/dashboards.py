@@ -69,16 +69,20 @@ def questions(uid: str) -> Iterator[Target]:
     yield from targets(uid)
     for annotation in marks(uid):
         yield Target(uid, f"annotation {annotation['name']}", annotation["expr"])
-    for variable in variables(uid):
-        if variable["type"] == "query":
-            yield Target(uid, f"variable {variable['name']}", asked(variable["query"]), instant=True)
+    for variable in queried(uid):
+        yield Target(uid, f"variable {variable['name']}", asked(variable)[0], instant=True)
 
 
-def asked(query: str) -> str:
-    """The PromQL of a variable's query."""
-    found = re.fullmatch(r"label_values\((.*), *\w+\)|query_result\((.*)\)", query)
-    assert found, query
-    return found[1] or found[2]
+def queried(uid: str) -> list[dict[str, Any]]:
+    """The variables whose choices are asked of Prometheus."""
+    return [variable for variable in variables(uid) if variable["type"] == "query"]
+
+
+def asked(variable: Mapping[str, Any]) -> tuple[str, str]:
+    """The PromQL of a variable's query, and the label whose values it takes; empty where it takes whole series."""
+    found = re.fullmatch(r"label_values\((.*), *(\w+)\)|query_result\((.*)\)", variable["query"])
+    assert found, variable
+    return found[1] or found[3], found[2] or ""
 
 
 def filled(expr: str, values: Mapping[str, str] = EXAMPLES, times: Mapping[str, str] = TIMES) -> str:

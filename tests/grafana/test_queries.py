@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import requests
 
 from tests.e2e.daemon import OomwatchDaemon
 from tests.e2e.prometheus import PrometheusServer, scrape_config
-from tests.grafana.dashboards import UIDS, asked, filled, marks, panels, targets, variables
+from tests.grafana.dashboards import UIDS, asked, filled, marks, panels, queried, targets, variables
 from tests.grafana.seeded import DOWN, END, JOB, TALES, Tale
 
 # Telling all stories is most of it, and takes minutes on a machine that does much else.
@@ -21,42 +20,33 @@ pytestmark = pytest.mark.timeout(600)
 
 WINDOW = 6 * 3600
 STEP = 180
+TIMEOUT_S = 30.0
 
 
 class Server:
     """Asks as Grafana's data source does, at END unless another clock is given."""
 
-    def __init__(self, url: str, now: Callable[[], float] = lambda: END) -> None:
-        self.url = url
+    def __init__(self, prometheus: PrometheusServer, now: Callable[[], float] = lambda: END) -> None:
+        self._prometheus = prometheus
         self._now = now
-        self._session = requests.Session()
 
     def query(self, expr: str, *, instant: bool) -> list[dict[str, Any]]:
-        """The series of the answer; an AssertionError with Prometheus' own words when it refuses."""
+        """The series of the answer."""
         end = self._now()
         span = {"time": str(end)} if instant else {"start": str(end - WINDOW), "end": str(end), "step": str(STEP)}
-        answer = self._session.post(
-            f"{self.url}/api/v1/{'query' if instant else 'query_range'}", data={"query": expr, **span}, timeout=30
-        ).json()
-        assert answer["status"] == "success", f"{answer.get('error')}: {expr}"
-        return list(answer["data"]["result"])
+        answer = self._prometheus.api("query" if instant else "query_range", TIMEOUT_S, query=expr, **span)
+        return list(answer["result"])
 
-    def choices(self, variable: Mapping[str, Any], values: Mapping[str, str]) -> list[str]:
-        """What a variable offers, as its values."""
-        expr = filled(asked(variable["query"]), values)
-        if variable["query"].startswith("query_result"):
+    def choices(self, variable: Mapping[str, Any], values: Mapping[str, str], part: str = "value") -> list[str]:
+        """What a variable offers, as its values; as its texts when ``part`` says so."""
+        expr, label = asked(variable)
+        expr = filled(expr, values)
+        if not label:
             texts = [_as_text(series["metric"]) for series in self.query(expr, instant=True)]
             pattern = re.sub(r"\(\?<", "(?P<", variable["regex"].strip("/"))
-            return sorted(found["value"] for text in texts if (found := re.search(pattern, text)))
-        label = re.fullmatch(r"label_values\(.*, *(\w+)\)", variable["query"])
-        assert label, variable["query"]
-        answer = self._session.get(
-            f"{self.url}/api/v1/label/{label[1]}/values",
-            params={"match[]": expr, "start": str(self._now() - WINDOW), "end": str(self._now())},
-            timeout=30,
-        ).json()
-        assert answer["status"] == "success", answer
-        return list(answer["data"])
+            return sorted(found[part] for text in texts if (found := re.search(pattern, text)))
+        span = {"start": str(self._now() - WINDOW), "end": str(self._now())}
+        return list(self._prometheus.api(f"label/{label}/values", TIMEOUT_S, **{"match[]": expr}, **span))
 
 
 def _as_text(metric: Mapping[str, str]) -> str:
@@ -78,7 +68,7 @@ NOT_IN_THE_DEMO = {
 
 @pytest.fixture(scope="module")
 def server(stories: PrometheusServer) -> Server:
-    return Server(stories.url)
+    return Server(stories)
 
 
 def chosen(server: Server, uid: str, instance: str) -> dict[str, str]:
@@ -197,9 +187,7 @@ def test_a_fleet_is_shown_at_once(answers: Answers, server: Server) -> None:
 @every_board
 def test_variables_offer_what_there_is(uid: str, server: Server) -> None:
     values = {"job": JOB, "instance": "healthy:18666", "engine": "llama-70b"}
-    for variable in variables(uid):
-        if variable["type"] != "query":
-            continue
+    for variable in queried(uid):
         offered = server.choices(variable, values)
         if variable["name"] == "job":
             assert offered == [JOB]
@@ -215,12 +203,8 @@ def test_variables_offer_what_there_is(uid: str, server: Server) -> None:
 
 def test_a_gpu_is_offered_by_index_and_name(server: Server) -> None:
     (variable,) = (variable for variable in variables("oomwatch-gpu") if variable["name"] == "gpu")
-    expr = filled(asked(variable["query"]), {"job": JOB, "instance": "healthy:18666"})
-    texts = [_as_text(series["metric"]) for series in server.query(expr, instant=True)]
-    pattern = re.compile(re.sub(r"\(\?<", "(?P<", variable["regex"].strip("/")))
-    assert sorted(found["text"] for text in texts if (found := pattern.search(text))) == [
-        f"{index} NVIDIA L40S" for index in range(4)
-    ]
+    texts = server.choices(variable, {"job": JOB, "instance": "healthy:18666"}, "text")
+    assert texts == [f"{index} NVIDIA L40S" for index in range(4)]
 
 
 def test_restarts_sleep_pages_and_xids_are_marked(server: Server) -> None:
@@ -246,7 +230,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str
         target = f"127.0.0.1:{demo.port}"
         with PrometheusServer(folder, scrape_config({JOB: [target]})) as prometheus:
             prometheus.wait_for("count_over_time(oomwatch_build_info[1m]) >= 3")
-            yield Server(prometheus.url, time.time), target
+            yield Server(prometheus, time.time), target
 
 
 @every_board
