@@ -69,30 +69,28 @@ LINES: list[tuple[str, Event]] = [
         Budget(total=gib(15.77), utilization=0.95, promised=gib(14.98)),
     ),
     (
-        ("model weights take 12.55GiB; non_torch_memory takes 0.09GiB; PyTorch activation peak memory takes "
-        "0.55GiB; the "
-        "rest of the memory reserved for KV Cache is 1.79GiB."),
+        ("model weights take 12.55GiB; non_torch_memory takes 0.09GiB; PyTorch activation peak memory takes 0.55GiB; "
+        "the rest of the memory reserved for KV Cache is 1.79GiB."),
         Budget(weights=gib(12.55), non_torch=gib(0.09), activation=gib(0.55), kv_pool=gib(1.79)),
     ),
     ("Available KV cache memory: -1.27 GiB", Budget(kv_pool=gib(-1.27))),
     (
         ("Free memory on device (78.20/79.11 GiB) on startup. Desired GPU memory utilization is (0.9, 71.2 GiB). "
-         "Actual "
-        "usage is 14.99 GiB for weight, 5.25 GiB for peak activation, 0.14 GiB for non-torch memory, and 0.55 GiB for "
-        "CUDAGraph memory. Replace gpu_memory_utilization config with `--kv-cache-memory=53900000000` to fit into "
-        "requested memory, or `--kv-cache-memory=61000000000` to fully utilize gpu memory. Current kv cache memory in "
-        "use is 54638444544 bytes."),
+         "Actual usage is 14.99 GiB for weight, 5.25 GiB for peak activation, 0.14 GiB for non-torch memory, and 0.55 "
+         "GiB for CUDAGraph memory. Replace gpu_memory_utilization config with `--kv-cache-memory=53900000000` to fit "
+         "into requested memory, or `--kv-cache-memory=61000000000` to fully utilize gpu memory. Current kv cache "
+         "memory in use is 54638444544 bytes."),
         Budget(
             total=gib(79.11), free=gib(78.2), utilization=0.9, promised=gib(71.2), weights=gib(14.99),
             activation=gib(5.25), non_torch=gib(0.14), graphs=gib(0.55), kv_pool=54638444544,
         ),
     ),
     (
-        ("Free memory on device cuda:0 (78.2/79.11 GiB) on startup. Desired GPU memory utilization is (0.92, "
-        "72.78 GiB). "
-        "Actual usage is 15.2 GiB for consumed memory (weights + non-torch), 3.1 GiB for peak activation, and 0.6 GiB "
-        "for CUDAGraph memory. Replace gpu_memory_utilization config with `--kv-cache-memory-bytes=57000000000` (53.1 "
-        "GiB) to fit into requested memory. Current kv cache memory in use is 54.48 GiB."),
+        ("Free memory on device cuda:0 (78.2/79.11 GiB) on startup. Desired GPU memory utilization is (0.92, 72.78 "
+        "GiB). Actual usage is 15.2 GiB for consumed memory (weights + non-torch), 3.1 GiB for peak activation, and "
+        "0.6 GiB for CUDAGraph memory. Replace gpu_memory_utilization config with "
+        "`--kv-cache-memory-bytes=57000000000` (53.1 GiB) to fit into requested memory. Current kv cache memory in "
+        "use is 54.48 GiB."),
         Budget(
             total=gib(79.11), free=gib(78.2), utilization=0.92, promised=gib(72.78), consumed=gib(15.2),
             activation=gib(3.1), graphs=gib(0.6), kv_pool=gib(54.48),
@@ -111,8 +109,7 @@ LINES: list[tuple[str, Event]] = [
     ("Explicitly set (1.0/14.96) GiB for KV cache on node 0.", Budget(total=gib(14.96), kv_pool=GIB, fixed=True)),
     (
         ("Auto set (2.5/14.96) GiB for KV cache on node 0, with 4.0 GiB requested memory for the worker. 1.5 GiB "
-         "memory "
-        "was consumed by non-kv usages."),
+         "memory was consumed by non-kv usages."),
         Budget(total=gib(14.96), kv_pool=gib(2.5), promised=gib(4)),
     ),
     ("Graph capturing finished in 31 secs, took 0.46 GiB", Budget(graphs=gib(0.46), seconds=31)),
@@ -132,21 +129,19 @@ LINES: list[tuple[str, Event]] = [
     ),
     ("Auto-fit max_model_len: reduced from 131072 to 98304 to fit", Fitted(131072, 98304)),
     (
-        ("Avg prompt throughput: 1.0 tokens/s, Avg generation throughput: 2.0 tokens/s, Running: 3 reqs, Swapped: "
-        "1 reqs, "
-        "Pending: 18 reqs, GPU KV cache usage: 90.5%, CPU KV cache usage: 10.0%."),
+        ("Avg prompt throughput: 1.0 tokens/s, Avg generation throughput: 2.0 tokens/s, Running: 3 reqs, Swapped: 1 "
+        "reqs, Pending: 18 reqs, GPU KV cache usage: 90.5%, CPU KV cache usage: 10.0%."),
         Load(3, 18, 0.905, swapped=1),
     ),
     (
-        ("Engine 000: Avg prompt throughput: 98.0 tokens/s, Avg generation throughput: 194.7 tokens/s, Running: "
-         "3 reqs, "
-        "Waiting: 18 reqs, Deferred: 2 reqs, Preemptions: 4, GPU KV cache usage: 87.5%, Prefix cache hit rate: 0.0%"),
+        ("Engine 000: Avg prompt throughput: 98.0 tokens/s, Avg generation throughput: 194.7 tokens/s, Running: 3 "
+         "reqs, Waiting: 18 reqs, Deferred: 2 reqs, Preemptions: 4, GPU KV cache usage: 87.5%, Prefix cache hit rate: "
+         "0.0%"),
         Load(3, 18, 0.875, preemptions=4),
     ),
     (
-        ("Sequence group cmpl-1 is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV "
-        "cache space. "
-        "This can affect the end-to-end performance. total_num_cumulative_preemption=51"),
+        ("Sequence group cmpl-1 is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache "
+        "space. This can affect the end-to-end performance. total_num_cumulative_preemption=51"),
         Preempted(51),
     ),
     (
@@ -166,8 +161,7 @@ LINES: list[tuple[str, Event]] = [
     ),
     (
         ("ValueError: Externally held weights on device cuda:0 (45.0/47.38 GiB) exceed the desired GPU memory "
-        "utilization "
-        "(0.9, 42.64 GiB)."),
+        "utilization (0.9, 42.64 GiB)."),
         Refused("weights_above_budget", gib(45), gib(42.64), gib(47.38), 0.9),
     ),
     (
@@ -175,15 +169,13 @@ LINES: list[tuple[str, Event]] = [
         Refused("no_room"),
     ),
     (
-        ("ValueError: The model's max seq len (4096) is larger than the maximum number of tokens that can be "
-        "stored in KV "
-        "cache (3664). Try increasing"),
+        ("ValueError: The model's max seq len (4096) is larger than the maximum number of tokens that can be stored "
+        "in KV cache (3664). Try increasing"),
         Refused("context_too_long", max_model_len=4096, tokens=3664),
     ),
     (
         ("ValueError: To serve at least one request with the models's max seq len (116160), (4.43 GB KV cache is "
-        "needed, "
-        "which is larger than the available KV cache memory (3.48 GB). Try increasing"),
+        "needed, which is larger than the available KV cache memory (3.48 GB). Try increasing"),
         Refused("context_too_long", gib(4.43), gib(3.48), max_model_len=116160),
     ),
     (
@@ -206,8 +198,7 @@ LINES: list[tuple[str, Event]] = [
     ),
     (
         ("ValueError: Available memory on node 0 (12.92/14.96 GiB) on kv cache allocation is less than requested "
-         "memory "
-        "for kv (100.0 GiB). Decrease"),
+         "memory for kv (100.0 GiB). Decrease"),
         Refused("host_memory", gib(100), gib(12.92), gib(14.96)),
     ),
     (
@@ -217,38 +208,33 @@ LINES: list[tuple[str, Event]] = [
     ),
     (
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 40.00 MiB. GPU 0 has a total capacity of "
-        "23.69 GiB "
-        "of which 26.88 MiB is free. Including non-PyTorch memory, this process has 23.66 GiB memory in use. Of the "
-        "allocated memory 23.04 GiB is allocated by PyTorch, with 372.00 MiB allocated in private pools (e.g., CUDA "
-        "Graphs), and 9.41 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
-        "large try"),
+        "23.69 GiB of which 26.88 MiB is free. Including non-PyTorch memory, this process has 23.66 GiB memory in "
+        "use. Of the allocated memory 23.04 GiB is allocated by PyTorch, with 372.00 MiB allocated in private pools "
+        "(e.g., CUDA Graphs), and 9.41 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory "
+        "is large try"),
         OutOfMemory(
             mib(40), mib(26.88), gib(23.69), 0, gib(23.66), 0, gib(23.04), mib(372), mib(9.41)
         ),
     ),
     (
-        ("torch.cuda.OutOfMemoryError: HIP out of memory. Tried to allocate 1.06 GiB. GPU 3 has a total capacty "
-        "of 21.99 "
-        "GiB of which 590.44 MiB is free. Process 77 has 8.00 GiB memory in use. Including non-PyTorch memory, this "
-        "process has 13.41 GiB memory in use. Of the allocated memory 12.02 GiB is allocated by PyTorch, and "
-        "402.13 MiB "
-        "is reserved by PyTorch but unallocated."),
+        ("torch.cuda.OutOfMemoryError: HIP out of memory. Tried to allocate 1.06 GiB. GPU 3 has a total capacty of "
+        "21.99 GiB of which 590.44 MiB is free. Process 77 has 8.00 GiB memory in use. Including non-PyTorch memory, "
+        "this process has 13.41 GiB memory in use. Of the allocated memory 12.02 GiB is allocated by PyTorch, and "
+        "402.13 MiB is reserved by PyTorch but unallocated."),
         OutOfMemory(
             gib(1.06), mib(590.44), gib(21.99), 3, gib(13.41), gib(8), gib(12.02), reserved=mib(402.13)
         ),
     ),
     (
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.88 GiB. GPU 0 has a total capacity of "
-        "21.96 GiB "
-        "of which 1.29 GiB is free. Process 2843911 has 0 bytes memory in use. Of the allocated memory 19.02 GiB is "
-        "allocated by PyTorch, and 1.32 GiB is reserved by PyTorch but unallocated."),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.88 GiB. GPU 0 has a total capacity of 21.96 "
+        "GiB of which 1.29 GiB is free. Process 2843911 has 0 bytes memory in use. Of the allocated memory 19.02 GiB "
+        "is allocated by PyTorch, and 1.32 GiB is reserved by PyTorch but unallocated."),
         OutOfMemory(gib(1.88), gib(1.29), gib(21.96), 0, allocated=gib(19.02), reserved=gib(1.32)),
     ),
     (
         ("torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 1; 23.69 GiB total "
-        "capacity; "
-        "22.01 GiB already allocated; 10.06 MiB free; 22.50 GiB reserved in total by PyTorch) If reserved memory "
-        "is >>"),
+        "capacity; 22.01 GiB already allocated; 10.06 MiB free; 22.50 GiB reserved in total by PyTorch) If reserved "
+        "memory is >>"),
         OutOfMemory(
             mib(20), mib(10.06), gib(23.69), 1, allocated=gib(22.01), reserved=gib(22.5) - gib(22.01)
         ),
@@ -281,9 +267,8 @@ LINES: list[tuple[str, Event]] = [
     ("NCCL WARN Cuda failure 2 'out of memory'", OutOfMemory()),
     ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", OutOfMemory()),
     (
-        ("RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
-        "you tried "
-        "to allocate 107374182400 bytes. Error code 12 (Cannot allocate memory)"),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 107374182400 bytes. Error code 12 (Cannot allocate memory)"),
         OutOfMemory(100 * GIB, host=True),
     ),
     ("MemoryError", OutOfMemory(host=True)),

@@ -11,11 +11,9 @@ from oomwatch.enginelog.story import StartUp, Story, clocked, tell
 CAPTURES = Path(__file__).parents[1] / "data" / "captures"
 GIB = 1 << 30
 OOM = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU {gpu} has a total capacity of "
-    "24.00 GiB "
-    "of which 1.00 GiB is free. Including non-PyTorch memory, this process has 22.00 GiB memory in use. Of the "
-    "allocated "
-    "memory 20.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated."
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU {gpu} has a total capacity of 24.00 "
+    "GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 22.00 GiB memory in use. Of the "
+    "allocated memory 20.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated."
 )
 SERVER = "(APIServer pid=1) INFO {clock} [x.py:1] vLLM API server version 0.11.0"
 CORE = (

@@ -293,8 +293,7 @@ TABLE: tuple[Shape, ...] = (
         Refused,
         b"The model's max seq len (",
         r"The model's max seq len \({max_model_len:int}\) is larger than the maximum number of tokens that can be "
-        r"stored in KV "
-        r"cache \({tokens:int}\)",
+        r"stored in KV cache \({tokens:int}\)",
         None,
         (0, 10),
         given={"reason": "context_too_long"},
@@ -342,17 +341,15 @@ TABLE: tuple[Shape, ...] = (
     Shape(
         OutOfMemory,
         b"out of memory. Tried to allocate",
-        r"out of memory\. Tried to allocate {wanted:size}\. GPU {gpu:int} has a total capaci?ty of {total:size} "
-        r"of which "
-        r"{free:size} is free\.",
+        r"out of memory\. Tried to allocate {wanted:size}\. GPU {gpu:int} has a total capaci?ty of {total:size} of "
+        r"which {free:size} is free\.",
         also=_OF_THE_SENTENCE,
     ),
     Shape(
         OutOfMemory,  # PyTorch before 2.1
         b"out of memory. Tried to allocate",
         r"out of memory\. Tried to allocate {wanted:size} \(GPU {gpu:int}; {total:size} total capacity; "
-        r"{allocated:size} "
-        r"already allocated; {free:size} free; {reserved_in_all:size} reserved in total by PyTorch\)",
+        r"{allocated:size} already allocated; {free:size} free; {reserved_in_all:size} reserved in total by PyTorch\)",
     ),
     Shape(
         OutOfMemory,
