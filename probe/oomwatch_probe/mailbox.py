@@ -38,7 +38,8 @@ class Mailbox:
     """One file that is written again and again.
 
     It is written by ``pwrite`` and not through a mapping of its own: where somebody cuts the file off, or its file
-    system is full, a write fails, and a mapping would kill the process.
+    system is full, a write fails, and a mapping would kill the process. Once its descriptor is closed, by whomever, the
+    number may be that of a file of the engine's, which is neither written nor closed.
     """
 
     def __init__(self, directory: Path, identity: Identity) -> None:
@@ -53,14 +54,23 @@ class Mailbox:
             self.path.unlink()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(self.path, flags, FILE_MODE)
-        os.fchmod(self._descriptor, FILE_MODE)  # whatever the umask is
+        opened = os.fstat(self._descriptor)
+        self._file = (opened.st_dev, opened.st_ino)
+        try:
+            os.fchmod(self._descriptor, FILE_MODE)  # whatever the umask is
+        except OSError:
+            self.close()
+            raise
 
     def exists(self) -> bool:
         """Whether it still has a name: a daemon's restart may have emptied the folder."""
-        return os.fstat(self._descriptor).st_nlink > 0
+        status = self._status()
+        return status is not None and status.st_nlink > 0
 
     def write(self, data: bytes) -> None:
         """All of the file at once; raises OSError."""
+        if self._status() is None:
+            raise OSError(f"{self.path} is closed")
         written = os.pwrite(self._descriptor, data, 0)
         if written != FILE_SIZE:
             raise OSError(f"{written} of {FILE_SIZE} bytes written to {self.path}: is its file system full?")
@@ -73,8 +83,17 @@ class Mailbox:
 
     def close(self) -> None:
         """The file stays: it is the parent's, or the last word of a process that is about to end."""
-        with contextlib.suppress(OSError):
+        if self._status() is not None:
             os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _status(self) -> os.stat_result | None:
+        """Of the open file; None where the descriptor is closed, or another file's by now."""
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError:
+            return None
+        return status if (status.st_dev, status.st_ino) == self._file else None
 
 
 def remove_leftovers(directory: Path, pid_namespace: int) -> None:

@@ -124,8 +124,8 @@ class Probe:
                     if self._stop.is_set():
                         return
                     if not self._mailbox.exists():
-                        self._mailbox.close()
-                        self._mailbox = Mailbox(directory, identity)
+                        gone, self._mailbox = self._mailbox, Mailbox(directory, identity)
+                        gone.close()
                     self._write()
             except Exception as error:
                 self._say(f"{type(error).__name__}: {error}")

@@ -53,6 +53,24 @@ class TestTheFile:
         box.remove()
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.parametrize("closed_by", ["itself", "somebody else"])
+    def test_once_closed_it_leaves_the_file_that_gets_its_number(self, tmp_path: Path, closed_by: str) -> None:
+        number = os.open(tmp_path, os.O_RDONLY)
+        os.close(number)
+        box = Mailbox(tmp_path / "run", own_identity())
+        if closed_by == "itself":
+            box.close()
+        else:
+            os.close(number)
+        with (tmp_path / "precious").open("wb", buffering=0) as precious:
+            assert precious.fileno() == number
+            assert not box.exists()
+            with pytest.raises(OSError, match="is closed"):
+                box.write(DATA)
+            box.close()
+            precious.write(b"still open")
+        assert (tmp_path / "precious").read_bytes() == b"still open"
+
     def test_does_not_follow_a_link_that_lies_in_its_place(self, tmp_path: Path) -> None:
         identity = own_identity()
         victim = tmp_path / "victim"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,7 +121,10 @@ class TestWhereItBegins:
         self, environment: dict[str, str], run_folder: Path
     ) -> None:
         with Process([REGISTER, "import vllm.version", MAKE, WAIT], environment) as process:
-            report = wait_for_number(run_folder, "blocks_living")[process.popen.pid]
+            wait_for_number(run_folder, "blocks_living")
+            # The first count may have been before the request.
+            wait_until(lambda: reports(run_folder)[process.popen.pid].numbers["blocks_living"] != 0, 30, "a request")
+            report = reports(run_folder)[process.popen.pid]
         assert (report.numbers["blocks_total"], report.numbers["blocks_living"]) == (64, 3)
         assert report.numbers["allocated_bytes"] is Absence.NOT_YET
         assert report.numbers["uid"] == os.getuid()
@@ -252,6 +256,18 @@ class TestItsEnd:
             wait_for_number(run_folder, "blocks_living")
             process.popen.send_signal(signal.SIGTERM)
             assert process.popen.wait(30) == 7
+
+    def test_a_folder_that_could_not_be_made_again_for_a_while_gets_its_file(
+        self, environment: dict[str, str], run_folder: Path
+    ) -> None:
+        with Process([REGISTER, MAKE, WAIT], environment) as process:
+            wait_for_number(run_folder, "blocks_living")
+            shutil.rmtree(run_folder)
+            run_folder.write_text("no folder", encoding="utf-8")
+            assert process.popen.stderr is not None
+            assert str(run_folder) in process.popen.stderr.readline()
+            run_folder.unlink()
+            wait_for_number(run_folder, "blocks_living")
 
     def test_a_folder_that_was_emptied_gets_its_file_again(self, environment: dict[str, str], run_folder: Path) -> None:
         """As the restart of a service does with its own folder below /run."""
