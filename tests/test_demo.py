@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from structlog.testing import capture_logs
@@ -109,7 +110,10 @@ def finished(rank: RankReading) -> float:
     return sum(rank.finished.values())
 
 
-def of(kind: type[Observation], moments: Iterable[Moment]) -> Iterator[Observation]:
+Kind = TypeVar("Kind", bound=Observation)
+
+
+def of(kind: type[Kind], moments: Iterable[Moment]) -> Iterator[Kind]:
     return (observation for moment in moments for observation in moment.observations if isinstance(observation, kind))
 
 
@@ -143,7 +147,6 @@ def test_the_end_is_as_the_beginning(story: str) -> None:
 @pytest.mark.parametrize("story", STORIES)
 def test_device_memory_adds_up(story: str) -> None:
     for poll in of(GpuPoll, told(story)):
-        assert isinstance(poll, GpuPoll)
         if isinstance(poll.memory, Absent):
             continue
         assert poll.memory.reserved is not None
@@ -220,7 +223,6 @@ def test_every_number_is_finite_and_every_time_is_the_reading_s(story: str) -> N
         assert {observation.t for observation in moment.observations} == {BEGIN + moment.at}
         assert isinstance(moment.observations[-1], Tick)
     for scrape in of(EngineScrape, told(story)):
-        assert isinstance(scrape, EngineScrape)
         assert all(map(math.isfinite, scrape.samples.values()))
 
 
@@ -353,13 +355,7 @@ def test_the_probes_see_how_the_growth_lies_in_ever_more_pieces_until_none_is_la
     last = reports[-1][0]
     assert number(last.largest_free_block) + memory(grows[-1].gpu(0)).free < 512 * 2**20 < number(last.free)
     assert last.stats["num_alloc_retries"] >= 2
-    (words, *_) = [
-        observation
-        for observation in of(AllocatorReport, told("fragmentation"))
-        if isinstance(observation, AllocatorReport) and observation.failure is not None
-    ]
-    failure = words.failure
-    assert failure is not None
+    (failure, *_) = [one.failure for one in of(AllocatorReport, told("fragmentation")) if one.failure is not None]
     free_in_all = number(failure.free) + number(failure.reserved) - number(failure.allocated)
     assert number(failure.free) < number(failure.wanted) <= free_in_all
     assert told("fragmentation")[-1].engine("llama-70b").allocators[0].failure is None

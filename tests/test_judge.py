@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import pytest
 
@@ -62,6 +63,9 @@ class Level(Section):
     level: int = 0
 
 
+Told = TypeVar("Told", bound=Sample)
+
+
 @dataclass
 class Witness:
     """A detector that writes down what it is told, and concludes what the test wants."""
@@ -97,7 +101,7 @@ class Court:
     def witness(self, subject: Subject) -> Witness:
         return self.witnesses()[subject]
 
-    def told(self, subject: Subject, kind: type[Sample]) -> list[Sample]:
+    def told(self, subject: Subject, kind: type[Told]) -> list[Told]:
         return [sample for sample in self.witness(subject).told if isinstance(sample, kind)]
 
     def verdict(self) -> Verdict:
@@ -126,20 +130,18 @@ class TestWhoIsTold:
     def test_each_rank_its_own_reading(self) -> None:
         court = Court("rank").hear(FACTS, scrape(10, rank("0", 5), rank("1", 9)))
         (sample,) = court.told(Subject(engine="llm", rank="1"), RankSample)
-        assert isinstance(sample, RankSample)
         assert (sample.t, sample.engine, sample.rank, sample.reading.prompt_tokens) == (10, "llm", "1", 9)
 
     def test_an_engine_all_its_ranks_and_each_scrape_answered_or_not(self) -> None:
         court = Court("engine").hear(FACTS, scrape(10, rank("0"), rank("1")), scrape(20, state="timeout"))
         assert len(court.told(LLM, RankSample)) == 2
-        states = [s.state for s in court.told(LLM, EngineSample) if isinstance(s, EngineSample)]
+        states = [s.state for s in court.told(LLM, EngineSample)]
         assert states == ["ok", "timeout"]
 
     def test_a_process_on_a_device_what_its_allocator_tells_with_the_devices_memory(self) -> None:
         report = AllocatorReport(20, 100, "GPU-1", {"num_ooms": 0})
         court = Court("held").hear(FACTS, poll(5, GpuProcess(100, 50 * GIB)), scrape(10, rank()), report)
         (sample,) = court.told(HELD, AllocatorSample)
-        assert isinstance(sample, AllocatorSample)
         assert (sample.report, sample.memory, sample.ready_since) == (report, MEMORY, 10)
 
     @pytest.mark.parametrize(("started", "ready_since"), [(None, 10), (9.0, 10), (11.0, None)])
@@ -150,7 +152,6 @@ class TestWhoIsTold:
             FACTS, poll(5), scrape(10, rank()), AllocatorReport(20, 100, "GPU-1", started=started)
         )
         (sample,) = court.told(HELD, AllocatorSample)
-        assert isinstance(sample, AllocatorSample)
         assert sample.ready_since == ready_since
 
     def test_nobody_what_the_allocator_of_a_stranger_tells(self) -> None:
@@ -166,13 +167,11 @@ class TestWhoIsTold:
         owners = BlockOwners(20, 100, "1", 19, total=10, free=5, living=3, finished=1, ownerless=1)
         court = Court("rank").hear(FACTS, owners)
         (sample,) = court.told(Subject(engine="llm", rank="1"), OwnersSample)
-        assert isinstance(sample, OwnersSample)
         assert sample.owners == owners
 
     def test_a_device_its_polls_and_the_load_of_the_engines_on_it(self) -> None:
         court = Court("device").hear(FACTS, poll(5, GpuProcess(100, 50 * GIB)), scrape(10, rank()))
         (sample,) = court.told(DEVICE, DeviceSample)
-        assert isinstance(sample, DeviceSample)
         assert (sample.memory, sample.engines) == (MEMORY, ("llm",))
         assert len(court.told(DEVICE, RankSample)) == 1
 
@@ -184,14 +183,13 @@ class TestWhoIsTold:
         court = Court("held").hear(FACTS, poll(5, GpuProcess(100, 50 * GIB), GpuProcess(7, GIB)), scrape(10, rank()))
         assert list(court.witnesses()) == [HELD]
         (sample,) = court.told(HELD, HeldSample)
-        assert isinstance(sample, HeldSample)
         assert (sample.used, sample.total, sample.free) == (50 * GIB, 80 * GIB, 19 * GIB)
         assert len(court.told(HELD, RankSample)) == 1
 
     def test_polls_that_leave_the_list_out_say_so(self) -> None:
         without = replace(poll(10), processes=NOT_READ)
         court = Court("device", "held").hear(FACTS, poll(5, GpuProcess(100, GIB)), without)
-        samples = [s for s in court.told(DEVICE, DeviceSample) if isinstance(s, DeviceSample)]
+        samples = court.told(DEVICE, DeviceSample)
         assert [isinstance(sample.processes, Absent) for sample in samples] == [False, True]
         assert samples[1].engines == ("llm",)
         assert len(court.told(HELD, HeldSample)) == 1
@@ -201,7 +199,6 @@ class TestWhoIsTold:
         sliced = replace(poll(5), mig=(mig,), mig_enabled=True)
         court = Court("device", "held").hear(FACTS, sliced)
         (sample,) = court.told(Subject(engine="llm", gpu="MIG-1", pid=100), HeldSample)
-        assert isinstance(sample, HeldSample)
         assert (sample.used, sample.total) == (7 * GIB, 10 * GIB)
         assert len(court.told(Subject(gpu="MIG-1"), DeviceSample)) == 1
 
@@ -211,7 +208,6 @@ class TestWhoIsTold:
         (subject,) = court.witnesses()
         assert subject == Subject(engine="llm", pid=100)
         (sample,) = court.told(subject, HostSample)
-        assert isinstance(sample, HostSample)
         assert sample.process is process
 
     def test_an_engine_and_its_device_the_end_of_a_process(self) -> None:
@@ -219,7 +215,6 @@ class TestWhoIsTold:
         court = Court("engine", "device").hear(FACTS, process, poll(5, GpuProcess(100, GIB)), ProcessGone(9, 100))
         for subject in (LLM, DEVICE):
             (end,) = court.told(subject, ProcessEnd)
-            assert isinstance(end, ProcessEnd)
             assert (end.pid, end.holder.name) == (100, "llm")
 
     def test_what_was_about_a_process_that_ended_is_over(self) -> None:
@@ -228,7 +223,7 @@ class TestWhoIsTold:
 
     def test_a_device_that_was_given_back_on_request_that_it_was(self) -> None:
         court = Court("device").hear(poll(5), DriverReport(10, "released"))
-        samples = [s for s in court.told(DEVICE, DeviceSample) if isinstance(s, DeviceSample)]
+        samples = court.told(DEVICE, DeviceSample)
         assert [sample.memory for sample in samples] == [MEMORY, Absent("RELEASED")]
 
     def test_nobody_of_a_slice_that_was_destroyed(self) -> None:
@@ -239,7 +234,7 @@ class TestWhoIsTold:
 
     def test_an_engine_that_its_processes_have_ended(self) -> None:
         court = Court("engine").hear(FACTS, scrape(10, rank()), replace(FACTS, t=15, gone=True))
-        states = [s.state for s in court.told(LLM, EngineSample) if isinstance(s, EngineSample)]
+        states = [s.state for s in court.told(LLM, EngineSample)]
         assert states == ["ok", "gone"]
 
     def test_nobody_of_an_engine_that_ended_long_ago(self) -> None:
@@ -255,7 +250,7 @@ class TestWhoIsTold:
 class TestLives:
     def segments(self, *observations: Observation) -> list[int]:
         court = Court("rank").hear(FACTS, *observations)
-        return [s.segment for s in court.told(RANK, RankSample) if isinstance(s, RankSample)]
+        return [s.segment for s in court.told(RANK, RankSample)]
 
     def test_one_life_is_one_segment(self) -> None:
         assert self.segments(scrape(10, rank(tokens=5)), scrape(20, rank(tokens=9))) == [1, 1]
@@ -289,7 +284,7 @@ class TestLives:
         court = Court("rank").hear(
             FACTS, scrape(10, rank(tokens=5)), scrape(20, rank(tokens=6)), scrape(30, rank(tokens=1))
         )
-        samples = [s for s in court.told(RANK, RankSample) if isinstance(s, RankSample)]
+        samples = court.told(RANK, RankSample)
         assert [sample.since for sample in samples] == [None, 10, None]
         assert [sample.segment_start for sample in samples] == [10, 10, 30]
 
