@@ -10,7 +10,7 @@ from typing import Any
 import requests
 import yaml
 
-from tests.e2e.processes import ServerProcess, free_port, wait_until
+from tests.e2e.processes import ServerProcess, free_port, wait_for
 from tests.e2e.tools import program
 
 START_TIMEOUT_S = 60.0
@@ -80,14 +80,7 @@ class PrometheusServer(ServerProcess):
 
     def wait_for(self, expression: str, timeout_s: float = 30.0) -> list[Series]:
         """The result of the expression as soon as it is not empty; raises TimeoutError when it stays empty."""
-        result: list[Series] = []
-
-        def answers() -> bool:
-            result[:] = self.query(expression)
-            return bool(result)
-
-        wait_until(answers, timeout_s, f"{expression} has a result", interval_s=0.25)
-        return result
+        return wait_for(lambda: self.query(expression), bool, timeout_s, f"{expression} has a result", interval_s=0.25)
 
     def api(self, path: str, timeout_s: float = 10.0, /, **parameters: str) -> Any:
         """The `data` of GET /api/v1/<path>: "alerts", "rules", "targets", "query_range" and so on."""
