@@ -24,7 +24,7 @@ import psutil
 from benchmarks.dashboards import block, fleet
 from tests.e2e.prometheus import PrometheusServer, scrape_config
 from tests.e2e.tools import require_tool
-from tests.grafana.dashboards import UIDS, asked, board, filled, panels, queried, questions
+from tests.grafana.dashboards import ONE_NODE, UIDS, asked, board, filled, panels, queried, questions
 
 AT_ONCE = 6
 SCRAPE_S = 60
@@ -33,7 +33,6 @@ CORES = psutil.cpu_count() or 1
 # A wide screen has that many points for one of a dashboard's 24 columns, and Grafana rounds what a point stands for.
 POINTS = 78
 ROUNDED_S = ((90, 60), (180, 120), (450, 300), (750, 600), (1080, 900))
-OF_A_FLEET = ("oomwatch-fleet", "oomwatch-self")
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def names() -> tuple[frozenset[str], frozenset[str]]:
     """The names that dashboards ask of all nodes, and those that they ask of one."""
-    found: dict[bool, set[str]] = {True: set(), False: set()}
+    everywhere: set[str] = set()
+    once: set[str] = set()
     for uid in UIDS:
+        found = once if uid in ONE_NODE else everywhere
         for question in questions(uid):
-            found[uid in OF_A_FLEET] |= set(re.findall(r"[a-z_]\w+(?::\w+)*(?=\{)|(?<=\()oomwatch_\w+", question.expr))
-    return frozenset(found[True]), frozenset(found[False])
+            found.update(re.findall(r"[a-z_]\w+(?::\w+)*(?=\{)|(?<=\()oomwatch_\w+", question.expr))
+    return frozenset(everywhere), frozenset(once)
 
 
 def opened(server: PrometheusServer, uid: str) -> Opened:
@@ -126,7 +127,7 @@ def load(server: PrometheusServer, uid: str) -> tuple[float, list[Asked]]:
 def choose(server: PrometheusServer, uid: str) -> tuple[Mapping[str, str], list[Asked]]:
     """Every variable asked, and the first node, its first engine and its first GPU chosen."""
     values = {"job": fleet.JOB, "rank": ".+", "gpu": "none"}
-    values["instance"] = ".+" if uid in OF_A_FLEET else "gpu-node-0000.example.org:18666"
+    values["instance"] = fleet.instance(0) if uid in ONE_NODE else ".+"
     found = []
     for variable in queried(uid):
         expr, label = asked(variable)

@@ -69,15 +69,18 @@ def nodes(engines: int) -> int:
     return math.ceil(engines / len(ENGINES))
 
 
+def instance(number: int) -> str:
+    return f"gpu-node-{number:04d}.example.org:18666"
+
+
 def series(engines: int, everywhere: frozenset[str], once: frozenset[str]) -> Iterator[tuple[Labels, Encoded]]:
     """The names in ``everywhere`` of all nodes, those in ``once`` of the first alone: others are never asked for."""
     draw = random.Random(1)
     for number in range(nodes(engines)):
-        instance = f"gpu-node-{number:04d}.example.org:18666"
         # The first is the one that Engine and GPU show.
         for sample in page("leak" if number == 0 else SHARES[number % len(SHARES)]):
             if sample.name in everywhere or (number == 0 and sample.name in once):
-                labels = {"__name__": sample.name, "instance": instance, "job": JOB}
+                labels = {"__name__": sample.name, "instance": instance(number), "job": JOB}
                 labels |= {name: value for name, value in sample.labels.items() if value}
                 yield tuple(sorted(labels.items())), course(sample, draw.randrange(SHAPES))
 

@@ -13,6 +13,8 @@ from tests.documents import REPOSITORY
 
 FOLDER = REPOSITORY / "grafana" / "dashboards"
 UIDS = ("oomwatch-fleet", "oomwatch-engine", "oomwatch-gpu", "oomwatch-self")
+ONE_NODE = ("oomwatch-engine", "oomwatch-gpu")
+"""Those that show one node at a time; the others show all."""
 
 # What stands for the variables where a query is only read.
 EXAMPLES: Mapping[str, str] = {

@@ -22,6 +22,7 @@ from tests.alerts.promql import labels_of, nodes, rules, selectors, series
 from tests.documents import REPOSITORY
 from tests.grafana.dashboards import (
     FOLDER,
+    ONE_NODE,
     UIDS,
     Target,
     asked,
@@ -34,7 +35,6 @@ from tests.grafana.dashboards import (
     variables,
 )
 
-ONE_NODE = ("oomwatch-engine", "oomwatch-gpu")
 # What Prometheus itself and its client library add to a target's series.
 AROUND = {
     name: frozenset({"job", "instance"})

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.daemon import OomwatchDaemon
 from tests.e2e.prometheus import PrometheusServer, scrape_config
-from tests.grafana.dashboards import UIDS, asked, filled, marks, panels, queried, targets, variables
+from tests.grafana.dashboards import ONE_NODE, UIDS, asked, filled, marks, panels, queried, targets, variables
 from tests.grafana.seeded import DOWN, END, JOB, TALES, Tale
 
 # Telling all stories is most of it, and takes minutes on a machine that does much else.
@@ -179,7 +179,7 @@ def test_a_number_and_one_that_cannot_be_read_are_told_apart(server: Server) -> 
 
 def test_a_fleet_is_shown_at_once(answers: Answers, server: Server) -> None:
     everywhere = {"job": JOB, "instance": ".+"}
-    for uid in ("oomwatch-fleet", "oomwatch-self"):
+    for uid in set(UIDS) - set(ONE_NODE):
         for target in targets(uid):
             assert server.query(filled(target.expr, everywhere), instant=target.instant), target.where
 
