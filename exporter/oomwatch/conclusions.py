@@ -16,7 +16,6 @@ from oomwatch.verdicts import Verdict
 
 SEVERITY_OF: Mapping[State, str] = {"page": "critical", "ticket": "warning", "info": "info"}
 
-
 _SAY_WHY = ("startup-refused", "startup-oom", "runtime-oom")
 
 
@@ -43,7 +42,9 @@ class Incident:
     @property
     def advice(self) -> tuple[str, ...]:
         """What to do. Of a cause that says only that something happens again, what says why goes first."""
-        why = [one for one in self.symptoms if self.cause.name == "crash-loop" and one.name in _SAY_WHY and one.advice]
+        if self.cause.name != "crash-loop":
+            return self.cause.advice
+        why = [verdict for verdict in self.symptoms if verdict.name in _SAY_WHY and verdict.advice]
         latest = max(why, key=lambda verdict: (verdict.level, verdict.since), default=None)
         return self.cause.advice if latest is None else (*latest.advice, *self.cause.advice)
 
