@@ -28,13 +28,12 @@ from oomwatch.detectors.service import ANSWERED, GIB
 from oomwatch.detectors.standing import Standing
 from oomwatch.enginelog.events import REFUSALS, Origin, OutOfMemory, Refused
 from oomwatch.enginelog.killer import Cause, cause_of
-from oomwatch.enginelog.story import Ended, Refusal, Shortage, StartUp
+from oomwatch.enginelog.story import SAME_FAILURE, Ended, Refusal, Shortage, StartUp
 from oomwatch.settings import Duration, Section
 
 _HOUR = 3600.0
 _RANKS_KEPT = 64
 _SILENT_AFTER = 180.0  # seconds without a probe's word, after which that nothing failed is not known any more
-_TOGETHER = 60.0  # seconds within which ranks that run out, and the death that follows, are one failure
 
 STEP_WORDS = {
     "load": "while loading weights",
@@ -135,7 +134,7 @@ class StartupRefused:
 
     def _refused(self, refusal: Refusal, start: StartUp | None) -> None:
         again = self._last is not None and not self._came_up_since(self._last.t)
-        if self._last is None or refusal.t - self._last.t > _TOGETHER:
+        if self._last is None or refusal.t - self._last.t > SAME_FAILURE:
             self._count = self._count + 1 if again else 1
         self._last = refusal
         self._evidence = refusal_evidence(refusal.refused, start)
@@ -307,7 +306,7 @@ class RuntimeOom:
         elif isinstance(sample, EngineSample) and sample.state in ("dead", "gone"):
             self._ended(sample.t)
         up = came_up(sample)
-        if up is not None and self._died is not None and up - self._died > _TOGETHER:
+        if up is not None and self._died is not None and up - self._died > SAME_FAILURE:
             self._back = self._back or up
 
     def _told_inside(self, sample: AllocatorSample) -> None:
@@ -319,7 +318,7 @@ class RuntimeOom:
         self._inside[pid] = shortage.t
         if len(self._inside) > _RANKS_KEPT:
             del self._inside[next(iter(self._inside))]
-        if not shortage.serving or sample.t - shortage.t > _TOGETHER:
+        if not shortage.serving or sample.t - shortage.t > SAME_FAILURE:
             return
         self._ran_out(shortage)
         for ended, t in self._ends:
@@ -327,7 +326,7 @@ class RuntimeOom:
                 self._ended(t)
 
     def _ran_out(self, shortage: Shortage) -> None:
-        if not self._ranks or shortage.t - self._ranks[-1].t > _TOGETHER:
+        if not self._ranks or shortage.t - self._ranks[-1].t > SAME_FAILURE:
             self._ranks = []
         if len(self._ranks) < _RANKS_KEPT:
             self._ranks.append(shortage)
@@ -342,7 +341,7 @@ class RuntimeOom:
 
     def _ended(self, t: float) -> None:
         again = self._died is None or self._back is not None
-        if self._ranks and again and abs(t - self._ranks[-1].t) <= _TOGETHER:
+        if self._ranks and again and abs(t - self._ranks[-1].t) <= SAME_FAILURE:
             self._died, self._back = t, None
 
     def conclude(self, t: float) -> Finding:
@@ -353,10 +352,10 @@ class RuntimeOom:
         if not self._ranks:
             return self._silence(t)
         first, last = self._ranks[0], self._ranks[-1]
-        died = self._died is not None and abs(self._died - last.t) <= _TOGETHER
+        died = self._died is not None and abs(self._died - last.t) <= SAME_FAILURE
         if died and self._back is None and t - last.t <= self.settings.down_within:
             return self._finding(t, "page", first, died=True)
-        if t - last.t <= _TOGETHER:
+        if t - last.t <= SAME_FAILURE:
             return self._finding(t, "page" if died else "ticket", first, died=died)
         return self._silence(t)
 

@@ -38,7 +38,7 @@ Part = TypeVar("Part", Budget, KvPool, Settings)
 
 STARTS_KEPT = 64
 _ERRORS_KEPT = 64
-_SAME_FAILURE = 60.0  # seconds within which ranks, and the reports of one failure by several processes, belong together
+SAME_FAILURE = 60.0  # seconds within which ranks, and the reports of one failure by several processes, belong together
 _INTERLEAVED = 10.0  # seconds that lines of several processes may be out of order
 _LONGEST_STEP = 3600.0  # seconds that a step of a start may take: large models are loaded from slow disks
 _FRAMES_LAST = 10.0  # seconds that a traceback's lines may stand before its error
@@ -249,12 +249,12 @@ class Story:
             # A start that was killed leaves no word: the next one's server, or the same rank's core, tells.
             return origin.rank in now.cores and _progressed(now) if event.core else bool(now.cores or _progressed(now))
         if isinstance(event, (Budget, KvPool)):
-            late = now.seen_from_start and now.ready_by_page and t - (now.ready or t) <= _SAME_FAILURE
+            late = now.seen_from_start and now.ready_by_page and t - (now.ready or t) <= SAME_FAILURE
             return (over or (now.ready is not None and not late)) and t - now.last > _INTERLEAVED
         if now.ready is not None and (isinstance(event, Refused) or _ends_a_start(event)):
-            return not over or t - now.last > _SAME_FAILURE  # of a start whose lines were not read
+            return not over or t - now.last > SAME_FAILURE  # of a start whose lines were not read
         if isinstance(event, (Load, Ready, OutOfMemory, Refused, Died)):
-            return over and t - now.last > _SAME_FAILURE
+            return over and t - now.last > SAME_FAILURE
         return False
 
     @staticmethod
@@ -277,7 +277,7 @@ class Story:
 
     def _refused(self, t: float, now: StartUp, event: Refused, origin: Origin) -> Refusal | None:
         self._steps.pop(origin.pid, None)
-        said = any(refusal.refused == event and t - refusal.t <= _SAME_FAILURE for refusal in now.refusals)
+        said = any(refusal.refused == event and t - refusal.t <= SAME_FAILURE for refusal in now.refusals)
         if said or len(now.refusals) >= _ERRORS_KEPT:
             return None
         now.refusals.append(Refusal(t, event, origin))
@@ -293,7 +293,7 @@ class Story:
         serving = None if step is None else step == "serve"
         if serving is None and any(_ends_a_start(death) for death in now.deaths):
             serving = False
-        recent = [one for one in now.shortages if t - one.t <= _SAME_FAILURE]
+        recent = [one for one in now.shortages if t - one.t <= SAME_FAILURE]
         if any(_repeats(one, event, origin) for one in recent):
             return None
         if not recent:
@@ -337,7 +337,7 @@ class Story:
 
 
 def _of_a_start(t: float, one: Shortage) -> bool:
-    return one.serving is not False and not one.traced and t - one.t <= _SAME_FAILURE
+    return one.serving is not False and not one.traced and t - one.t <= SAME_FAILURE
 
 
 def _ends_a_start(event: object) -> bool:
