@@ -305,8 +305,12 @@ class TestWhatItDoesNotKnow:
     def test_a_scheduler_that_is_built_otherwise_is_one_line(
         self, environment: dict[str, str], run_folder: Path
     ) -> None:
-        spoil = "del scheduler.kv_cache_manager.coordinator"
-        with Process([REGISTER, f"{MAKE}; {spoil}", "input()", self.GO_ON], environment) as process:
+        spoil = (
+            "import tests.probe.engine_core as core; init = core.KVCacheManager.__init__; "
+            "core.KVCacheManager.__init__ = lambda self, *made: (init(self, *made), delattr(self, 'coordinator'))[0]"
+        )
+        make = MAKE.partition("; scheduler.admit")[0]
+        with Process([REGISTER, spoil, make, "input()", self.GO_ON], environment) as process:
             wait_until(
                 lambda: any(report.texts["blocks_note"] for report in reports(run_folder).values()),
                 30,
