@@ -50,7 +50,7 @@ def build(sources: Path = SOURCES, cache: Path = CACHE, timeout_s: float = TIMEO
     _check_node()
     deadline = time.monotonic() + timeout_s
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="grafana-view-", dir=cache) as folder:
+    with tempfile.TemporaryDirectory(prefix="building-", dir=cache) as folder:
         work = Path(folder) / "view"
         shutil.copytree(sources, work, ignore=shutil.ignore_patterns("node_modules", "dist"))
         run_until(deadline, _NPM, folder=work)
@@ -61,8 +61,8 @@ def build(sources: Path = SOURCES, cache: Path = CACHE, timeout_s: float = TIMEO
             (work / "dist").rename(place)
     if not place.is_dir():
         raise ViewSetupError(f"{place} could not be written.")
-    for old in cache.glob("grafana-view-*[0-9a-f]"):
-        if old != place and len(old.name) == len(place.name):
+    for old in cache.glob("grafana-view-*"):
+        if old != place:
             shutil.rmtree(old, ignore_errors=True)
     return place
 
