@@ -144,6 +144,12 @@ class TestWhoIsTold:
         (sample,) = court.told(HELD, AllocatorSample)
         assert (sample.report, sample.memory, sample.ready_since) == (report, MEMORY, 10)
 
+    def test_no_allocator_the_memory_of_a_device_that_has_fallen_silent(self) -> None:
+        late = 5 + 4 * Cadence().gpu
+        court = Court("held").hear(FACTS, poll(5, GpuProcess(100, 50 * GIB)), AllocatorReport(late, 100, "GPU-1", {}))
+        (sample,) = court.told(HELD, AllocatorSample)
+        assert sample.memory is None
+
     @pytest.mark.parametrize(("started", "ready_since"), [(None, 10), (9.0, 10), (11.0, None)])
     def test_an_engine_that_answered_before_the_process_began_is_not_ready(
         self, started: float | None, ready_since: float | None

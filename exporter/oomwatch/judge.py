@@ -56,9 +56,6 @@ from oomwatch.observations import (
     Tick,
     known,
 )
-from oomwatch.observations import (
-    Memory as DeviceMemory,
-)
 from oomwatch.settings import Section
 from oomwatch.snapshot import GpuView, HeldProcess, Holder, MigView, Snapshot, devices
 from oomwatch.verdicts import CATALOGUE, Verdict
@@ -160,7 +157,6 @@ class Judge:
         self._verdicts: tuple[Verdict, ...] = ()
         self._devices_of: dict[str, set[str]] = {}
         self._listed: dict[str, dict[int, Holder]] = {}  # by device: pids of its latest list
-        self._memory_of: dict[str, DeviceMemory] = {}  # by device: as it was last read
 
     def configure(self, policy: Policy) -> None:
         """Take over new settings. Detectors whose thresholds changed begin anew."""
@@ -336,16 +332,11 @@ class Judge:
     def _forget_device(self, uuid: str) -> None:
         self.memory.seats = {key: seats for key, seats in self.memory.seats.items() if key[2] != uuid}
         self._listed.pop(uuid, None)
-        self._memory_of.pop(uuid, None)
         for on in self._devices_of.values():
             on.discard(uuid)
 
     def _device(self, view: GpuView | MigView) -> None:
         t = self.node.t
-        if isinstance(view.memory, Absent):
-            self._memory_of.pop(view.uuid, None)
-        else:
-            self._memory_of[view.uuid] = view.memory
         read = not isinstance(view.processes, Absent) and self.node.list_is_new(view.uuid)
         processes = view.processes if read or isinstance(view.processes, Absent) else NOT_READ
         engines = self._engines_on(view)
@@ -420,7 +411,7 @@ class Judge:
             t=self.node.t,
             engine=engine,
             report=report,
-            memory=self._memory_of.get(report.gpu),
+            memory=self.node.memory_of(report.gpu),
             segment=life.segment,
             segment_start=life.segment_start,
             # The engine may have answered in a life before that of this process.

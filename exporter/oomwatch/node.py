@@ -221,6 +221,15 @@ class Node:
         """The present of one device that has been polled."""
         return self._gpu_view(self._gpus[uuid], self._attribution())
 
+    def memory_of(self, uuid: str) -> Memory | None:
+        """Of a device or a slice, by its latest poll; None where that could not read it, or is stale."""
+        for gpu in self._gpus.values():
+            read: tuple[GpuPoll | MigInstance, ...] = (gpu.poll, *gpu.poll.mig)
+            for one in read:
+                if one.uuid == uuid:
+                    return known(one.memory) if self._fresh(gpu.poll.t, "nvml") else None
+        return None
+
     def engine(self, name: str) -> EngineView:
         """The present of one engine, without its device memory; one that is not known has the state unknown."""
         return self._engine_view(self._engines.get(name) or _Engine(EngineFacts(name=name)), ())
