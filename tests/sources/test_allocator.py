@@ -303,6 +303,42 @@ class TestWhoIsBelieved:
         assert foreign.exists()
 
 
+class TestLookingForWriters:
+    """A pass over all processes costs more than one over the files: it is made where it may find something."""
+
+    @pytest.fixture
+    def stranger(self, node: Node) -> Path:
+        """A file whose writer was not found, and can be found from now on."""
+        path = node.write(WORKER)
+        assert node.outcome().state == "left_over"
+        node.process()
+        return path
+
+    @pytest.mark.usefixtures("stranger")
+    def test_one_that_was_not_found_is_looked_for_again_after_fifteen_seconds(self, node: Node) -> None:
+        node.now += 14
+        assert node.outcome().state == "left_over"
+        node.now += 1
+        node.write(WORKER)
+        assert node.outcome().state == "told"
+
+    @pytest.mark.usefixtures("stranger")
+    def test_a_new_file_has_all_of_them_looked_for_at_once(self, node: Node) -> None:
+        node.process(PID + 1)
+        node.engines[PID + 1] = "other"
+        node.write(WORKER, pid=PID + 1)
+        assert len(node.read()) == 2
+
+    def test_a_writer_that_is_known_is_looked_for_no_more(self, node: Node) -> None:
+        node.process()
+        node.write(WORKER)
+        node.read()
+        node.process(PID + 1, inner=PID)  # a second candidate, which a search could not tell from the first
+        node.now += 60
+        node.write(WORKER)
+        assert node.outcome().state == "told"
+
+
 class TestSilence:
     @pytest.mark.parametrize(("ago", "state"), [(15, "told"), (16, "silent"), (-16, "silent")])
     def test_a_heartbeat_older_than_fifteen_seconds_tells_nothing(self, node: Node, ago: float, state: str) -> None:

@@ -47,6 +47,7 @@ _TRIES = 20  # a write takes microseconds
 _SILENT_INTERVALS = 5
 _SILENT_AT_LEAST = 15.0  # seconds: the writer's thread waits for the interpreter that the engine has
 _LEFT_OVER_AFTER = 60.0  # seconds without a heartbeat, besides the certainty that nobody writes
+_SEARCH_AGAIN = 15.0  # seconds until a writer that was not found is looked for again, as engines are by default
 _LONGEST_COUNT = 600.0  # seconds after which a count of blocks is history
 _LARGEST = 1 << 50  # bytes or blocks: more is no number of a GPU
 
@@ -78,6 +79,8 @@ class _Writer:
 @dataclass
 class _Directory:
     writers: dict[str, _Writer] = field(default_factory=dict)
+    without_writer: frozenset[str] = frozenset()  # by the last search
+    searched: float = 0.0  # when writers were last looked for
     engines: frozenset[str] = frozenset()  # that had a file at the last pass
 
 
@@ -135,21 +138,24 @@ class AllocatorSource:
         try:
             names = sorted(name for name in os.listdir(descriptor) if _NAME.fullmatch(name))[:_MOST_FILES]
             known.writers = {name: writer for name, writer in known.writers.items() if name in names}
-            self._find_writers(names, known)
+            self._find_writers(names, known, t)
             for name in names:
                 yield self._read_file(descriptor, directory, name, known, t)
         finally:
             os.close(descriptor)
 
-    def _find_writers(self, names: Sequence[str], known: _Directory) -> None:
-        """Looks through the host's processes for the writers of files that are new."""
-        new = [name for name in names if name not in known.writers]
-        if not new:
+    def _find_writers(self, names: Sequence[str], known: _Directory, t: float) -> None:
+        """Looks through the host's processes for the writers of new files; for those not found, now and then again.
+
+        A writer is older than its file: what one search does not find, the next pass seldom does.
+        """
+        missing = frozenset(name for name in names if name not in known.writers)
+        if missing <= known.without_writer and (not missing or abs(t - known.searched) < _SEARCH_AGAIN):
             return
         by_start: dict[int, list[int]] = {}
         for pid, entry in self._table.refresh().items():
             by_start.setdefault(entry.start_ticks, []).append(pid)
-        for name in new:
+        for name in missing:
             namespace, pid, start_ticks = _identity(name)
             candidates = [
                 found
@@ -158,6 +164,7 @@ class AllocatorSource:
             ]
             if len(candidates) == 1:
                 known.writers[name] = _Writer(candidates[0], start_ticks)
+        known.without_writer, known.searched = missing - known.writers.keys(), t
 
     def _may_be_in(self, pid: int, namespace: int) -> bool:
         """Only the process' own user and root may ask for its namespace; who may not believes pid and start time."""
