@@ -10,11 +10,8 @@ from fnmatch import fnmatchcase
 
 from oomwatch import units
 from oomwatch.config import Config
-from oomwatch.daemon import cadence_of, neighbours_of
-from oomwatch.detection import ConfiguredPolicy
+from oomwatch.configured import cadence_of, judge_of
 from oomwatch.detectors.base import LEVEL, State
-from oomwatch.judge import Judge
-from oomwatch.node import Node
 from oomwatch.observations import EngineFacts, EngineScrape, Observation, RankReading, known
 from oomwatch.past import Past, PrometheusError, Target, of_this_host
 from oomwatch.replay import Course, Row, subject_text
@@ -158,10 +155,7 @@ def backtest(
     interval = past.scrape_interval(targets[0], since, until)
     cadence = cadence_of(config)
     scrape = interval or cadence.scrape
-    judge = Judge(
-        Node(replace(cadence, scrape=scrape, gpu=max(cadence.gpu, scrape)), neighbours_of(config)),
-        ConfiguredPolicy(config.detection),
-    )
+    judge = judge_of(config, replace(cadence, scrape=scrape, gpu=max(cadence.gpu, scrape)))
     report = Backtest()
     observations = _with_restarts(past.observations(engines, since, until), report)
     course = Course(observations, judge, scrape, since, engines.values())

@@ -17,15 +17,12 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.interval import IntervalTrigger
 
 from oomwatch import __version__, logs
-from oomwatch.attribution import Neighbour
 from oomwatch.config import Config, config_hash
+from oomwatch.configured import cadence_of, configure, judge_of
 from oomwatch.database import Limits
-from oomwatch.detection import ConfiguredPolicy
 from oomwatch.exposition import ConfigStatus, SnapshotCollector, registry, render
 from oomwatch.feed import Feed, Job
 from oomwatch.history import History, default_directory
-from oomwatch.judge import Judge
-from oomwatch.node import Cadence, Node
 from oomwatch.notify import Notifier
 from oomwatch.observations import Observation
 from oomwatch.past import filler
@@ -40,31 +37,8 @@ _log = structlog.get_logger(__name__)
 _THREADS = 64
 
 
-def cadence_of(config: Config) -> Cadence:
-    every = config.intervals
-    return Cadence(
-        gpu=every.gpu,
-        process=every.gpu * every.processes_every,
-        scrape=every.scrape,
-        host=every.host,
-        discovery=every.discovery,
-        probe=max(
-            (engine.probe.interval + engine.probe.timeout for engine in config.engines if engine.probe), default=360.0
-        ),
-        allocator=config.probe.interval,
-        log=config.engine_logs.interval,
-        intervals_to_stale=config.exposition.stale_after_intervals,
-        forget_after=config.exposition.forget_after,
-    )
-
-
-def neighbours_of(config: Config) -> tuple[Neighbour, ...]:
-    return tuple(Neighbour(n.name, n.process, n.container, n.pod_uid) for n in config.neighbours)
-
-
 def new_pipeline(config: Config, observers: Sequence[Callable[[Observation], None]] = ()) -> Pipeline:
-    judge = Judge(Node(cadence_of(config), neighbours_of(config)), ConfiguredPolicy(config.detection))
-    return Pipeline(judge, observers)
+    return Pipeline(judge_of(config), observers)
 
 
 def history_of(config: Config, clock: Callable[[], float] = time.time) -> History | None:
@@ -86,11 +60,6 @@ def history_of(config: Config, clock: Callable[[], float] = time.time) -> Histor
         fill=filler(config),
         clock=clock,
     )
-
-
-def _configure(judge: Judge, config: Config) -> None:
-    judge.node.configure(cadence_of(config), neighbours_of(config))
-    judge.configure(ConfiguredPolicy(config.detection))
 
 
 class Daemon:
@@ -197,7 +166,7 @@ class Daemon:
                 _log.warning("settings under web take effect at the next start")
             self._config = config
             logs.configure(config.log.level, config.log.format)
-            self.pipeline.on_judge(lambda judge: _configure(judge, config))
+            self.pipeline.on_judge(lambda judge: configure(judge, config))
             self._feed.configure(config)
             self._notifier.configure(config)
             self._schedule()

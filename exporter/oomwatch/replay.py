@@ -14,11 +14,10 @@ from typing import Protocol
 
 from oomwatch import units
 from oomwatch.config import Config
-from oomwatch.daemon import cadence_of, neighbours_of
-from oomwatch.detection import ConfiguredPolicy
+from oomwatch.configured import cadence_of, judge_of
 from oomwatch.detectors.base import LEVEL, State, Subject
-from oomwatch.judge import Judge, Policy
-from oomwatch.node import Cadence, Node
+from oomwatch.judge import Judge
+from oomwatch.node import Cadence
 from oomwatch.observations import EngineFacts, EngineUpdate, Gap, Observation, Tick
 from oomwatch.recording import Recording
 from oomwatch.verdicts import Verdict
@@ -196,13 +195,12 @@ def _after(engines: Iterable[EngineFacts], observations: Iterator[Observation]) 
     yield from chain((first,), observations)
 
 
-def replay(recording: Recording, config: Config | None = None, policy: Policy | None = None) -> Course:
+def replay(recording: Recording, config: Config | None = None) -> Course:
     """The course of the verdicts over a recording. Iterating raises RecordingError where the file cannot be read."""
     config = config or Config()
     cadence = cadence_in(recording.intervals(), config)
-    judge = Judge(Node(cadence, neighbours_of(config)), policy or ConfiguredPolicy(config.detection))
     interval = min(cadence.gpu, cadence.scrape)
-    course = Course(recording, judge, interval, recording.start, recording.header.engines)
+    course = Course(recording, judge_of(config, cadence), interval, recording.start, recording.header.engines)
     course.summary.ignored = recording.ignored
     return course
 

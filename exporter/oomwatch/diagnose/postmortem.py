@@ -18,14 +18,11 @@ from typing import IO, cast
 
 from oomwatch.conclusions import Incident, incidents
 from oomwatch.config import Config
-from oomwatch.daemon import cadence_of, neighbours_of
-from oomwatch.detection import ConfiguredPolicy
+from oomwatch.configured import judge_of
 from oomwatch.enginelog.events import YEAR, Entry, Load
 from oomwatch.enginelog.lines import line_of
 from oomwatch.enginelog.reader import read
 from oomwatch.enginelog.story import Story, clocked
-from oomwatch.judge import Judge
-from oomwatch.node import Node
 from oomwatch.observations import Observation
 from oomwatch.recording import Recording
 from oomwatch.replay import Course, cadence_in
@@ -90,10 +87,9 @@ def _begins(stream: IO[bytes], magic: bytes) -> bool:
 
 def of_log(source: str, stream: IO[bytes], written: float, config: Config | None = None) -> PostMortem:
     """The post-mortem of one engine's log."""
-    config = config or Config()
     name = re.sub(r"(\.(log|txt|gz|out|err))+$", "", Path(source).name) or source
     log = _Log(name, stream, written)
-    judge = Judge(Node(cadence_of(config), neighbours_of(config)), ConfiguredPolicy(config.detection))
+    judge = judge_of(config or Config())
     found = _worst(Course(log.observations(), judge, _TICK))
     if not log.entries:
         raise NothingToRead(
@@ -107,7 +103,7 @@ def of_recording(recording: Recording, config: Config | None = None) -> list[Pos
     """The post-mortems of the engines of a recording. Raises RecordingError where it cannot be read."""
     config = config or Config()
     cadence = cadence_in(recording.intervals(), config)
-    judge = Judge(Node(cadence, neighbours_of(config)), ConfiguredPolicy(config.detection))
+    judge = judge_of(config, cadence)
     with recording:
         found = _worst(Course(recording, judge, cadence.scrape, recording.start, recording.header.engines))
     engines = [view.name for view in judge.node.snapshot().engines]
