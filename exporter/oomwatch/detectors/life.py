@@ -31,7 +31,7 @@ from oomwatch.detectors.service import ANSWERED, GIB, MIB, Service
 from oomwatch.detectors.standing import Standing
 from oomwatch.detectors.statistics import median
 from oomwatch.enginelog.killer import cause_of
-from oomwatch.enginelog.story import Ended, News, Refusal, Shortage
+from oomwatch.enginelog.story import SAME_FAILURE, Ended, News, Refusal, Shortage
 from oomwatch.observations import Absent, Memory, RankReading, known
 from oomwatch.settings import Duration, Section, Size
 from oomwatch.snapshot import HeldProcess, Holder
@@ -41,7 +41,6 @@ _SURE_AFTER = 30.0  # seconds for which the processes of a start stay away befor
 _SHORTEST_START = 2.0  # seconds: what ends sooner never took a model's memory
 _TRACE = 64 * MIB  # a listed process that never held more may be the list's noise
 _KEPT = 64  # events that are remembered one by one
-_ONE_FAILURE = 60.0  # seconds within which several words of a failure are of the same one
 
 
 # --- starts ------------------------------------------------------------------------------------------------------
@@ -122,11 +121,6 @@ class Starts:
     def seen(self) -> bool:
         """Whether anything of the engine has been seen, be it that it does not answer."""
         return self._service.seen is not None or self._now is not None
-
-    @property
-    def going_on(self) -> bool:
-        """Whether a start goes on now."""
-        return self._now is not None and self._empty_since is None
 
     def _serves(self, t: float) -> bool:
         return self._service.refused_since is None and self._service.serves(t)
@@ -292,17 +286,17 @@ class StartupOom:
             self._ran_out_starts = 0
 
     def _told_of(self, shortage: Shortage) -> None:
-        if not self._ran_out or shortage.t - self._ran_out[-1].t > _ONE_FAILURE:
+        if not self._ran_out or shortage.t - self._ran_out[-1].t > SAME_FAILURE:
             self._ran_out = []
             self._ran_out_starts += 1
         if len(self._ran_out) < _KEPT:
             self._ran_out.append(shortage)
 
     def _note(self, failed: FailedStart | None) -> None:
-        if failed is None or (self._told is not None and self._told >= failed.t - failed.seconds - _ONE_FAILURE):
+        if failed is None or (self._told is not None and self._told >= failed.t - failed.seconds - SAME_FAILURE):
             return  # none, or one of which the log has told what there is to tell
         inside = self._inside
-        if inside is not None and failed.t - failed.seconds <= inside.t <= failed.t + _ONE_FAILURE:
+        if inside is not None and failed.t - failed.seconds <= inside.t <= failed.t + SAME_FAILURE:
             self._told_of(inside)
         self._failed.append(failed)
         self._last = failed
@@ -455,19 +449,19 @@ class CrashLoop:
         if not isinstance(news, (Ended, Refusal)):
             return
         t = news.t
-        if self._told_end is not None and abs(t - self._told_end) <= _ONE_FAILURE:
+        if self._told_end is not None and abs(t - self._told_end) <= SAME_FAILURE:
             return  # a refusal and the end that follows
         if self._alive and self._followed is not None:
             self._told_end, self._told_life = t, self._followed
             self._die(t, certain=True)
-        elif not self._deaths or t - self._deaths[-1].t > _ONE_FAILURE:
+        elif not self._deaths or t - self._deaths[-1].t > SAME_FAILURE:
             self._told_end = t
             self._deaths.append(_Death(t, start=True, had_work=None, certain=True))
 
     def _failed(self, failed: FailedStart | None) -> None:
         if failed is None or not failed.sure:
             return
-        if self._told_end is not None and failed.t - failed.seconds <= self._told_end <= failed.t + _ONE_FAILURE:
+        if self._told_end is not None and failed.t - failed.seconds <= self._told_end <= failed.t + SAME_FAILURE:
             return  # the log has told of it
         self._deaths.append(_Death(failed.t, start=True, had_work=None, certain=True))
 
