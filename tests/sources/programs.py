@@ -169,12 +169,6 @@ class FakeProc:
         ]
         (self.root / str(pid) / "net" / "tcp").write_text("\n".join(["  sl  local_address", *rows, ""]))
 
-    def open_sockets(self, pid: int, *inodes: int) -> None:
-        folder = self.root / str(pid) / "fd"
-        folder.mkdir()
-        for number, inode in enumerate(inodes):
-            (folder / str(number)).symlink_to(f"socket:[{inode}]")
-
 
 def _hex(address: str) -> str:
     return "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
