@@ -53,7 +53,7 @@ view: $(VENV)/.dev ## Build the page that draws the dashboards in the tests, in 
 
 clean: ## Remove .venv and what the tools keep; the vLLM of the tests in .cache stays
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
-	find exporter tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find alerts benchmarks exporter grafana probe scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

@@ -59,6 +59,16 @@ def commands(program: str) -> list[Command]:
     return sorted({command for path in markdown_files() for command in shown_commands(path, program)}, key=str)
 
 
+class TestMakefile:
+    def test_clean_removes_what_python_left_in_each_folder_of_ours_and_keeps_the_cache(self, tmp_path: Path) -> None:
+        shutil.copy(REPOSITORY / "Makefile", tmp_path)
+        folders = {path.relative_to(REPOSITORY).parts[0] for path in tracked_files() if path.suffix == ".py"}
+        for folder in {".cache", *folders}:
+            (tmp_path / folder / "inner" / "__pycache__").mkdir(parents=True)
+        subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+        assert list(tmp_path.rglob("__pycache__")) == [tmp_path / ".cache" / "inner" / "__pycache__"]
+
+
 class TestDocuments:
     def test_the_readme_begins_with_how_to_run_and_how_to_test(self) -> None:
         first_two = list(shown_commands(REPOSITORY / "README.md", "make"))[:2]
