@@ -11,6 +11,7 @@ from oomwatch.check import exit_status, report
 from oomwatch.conclusions import (
     confidence_text,
     evidence_text,
+    incident_plain,
     incidents,
     statement,
     subject_text,
@@ -63,6 +64,7 @@ class TestIncidents:
         why = replace(verdict("runtime-oom", "ticket", about), advice=("Lower it.",))
         (incident,) = incidents(judged(loop, why))
         assert incident.advice == ("Lower it.", "Undo what changed.")
+        assert incident_plain(incident)["advice"] == ["Lower it.", "Undo what changed."]
         (alone,) = incidents(judged(loop))
         assert alone.advice == ("Undo what changed.",)
 

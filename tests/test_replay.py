@@ -4,8 +4,8 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from oomwatch.cli import main
+from oomwatch.enginelog.lines import line_of
+from oomwatch.enginelog.reader import parse
 from oomwatch.observations import Gap, HostMemory, Observation, Tick
-from oomwatch.recording import read
+from oomwatch.recording import read, to_line
 from oomwatch.replay import json_lines, replay, text_lines, with_ticks
 
 HEADER = {
@@ -40,6 +42,23 @@ def stuck_for_ten_minutes() -> list[dict[str, Any]]:
         tokens += 0 if 3600 <= t < 4200 else 100
         lines.append(scrape(float(t), running=3, tokens=tokens))
     return lines
+
+
+def refused_starts(count: int) -> Iterator[dict[str, Any]]:
+    """The log of an engine that is started every five minutes, and whose budget does not fit."""
+    lines = (
+        b"(APIServer pid=1) INFO 11-01 00:00:00 [x.py:1] vLLM API server version 0.9.1",
+        (
+            b"ValueError: Free memory on device (31.44/47.38 GiB) on startup is less than desired GPU memory "
+            b"utilization (0.95, 45.01 GiB). Decrease GPU memory utilization or reduce GPU memory used by other "
+            b"processes."
+        ),
+        b"(EngineCore_0 pid=2) ERROR 11-01 00:00:00 [x.py:1] EngineCore failed to start.",
+    )
+    for t, line in product(range(0, 300 * count, 300), lines):
+        entry = parse(line)
+        assert entry is not None
+        yield json.loads(to_line(line_of(float(t), "llama-8b", entry)) or "")
 
 
 def file_of(lines: Iterable[dict[str, Any]], header: dict[str, Any] | None = None) -> bytes:
@@ -133,6 +152,15 @@ def test_the_text_tells_the_course_then_the_incidents_then_what_stayed_quiet() -
     assert "Incidents: 1" in text
     assert "llama-8b/1: engine-stuck llama-8b (page)" in text
     assert text.endswith("480 observations over 1 h 59 min")
+
+
+def test_a_crash_loops_advice_begins_with_why_the_engine_dies() -> None:
+    told = list(text_lines(replay(read(io.BytesIO(file_of(refused_starts(4)))))))
+    incident = told.index("Incidents: 1")
+    assert "crash-loop llama-8b (page)" in told[incident + 1]
+    advice = [line for line in told if line.startswith("      do: ")]
+    assert "--gpu-memory-utilization" in advice[1]
+    assert any("Undo what changed" in line for line in advice[2:])
 
 
 # --- the command -----------------------------------------------------------------------------------------------

@@ -254,6 +254,7 @@ def incident_plain(incident: Incident) -> Plain:
         "severity": incident.severity,
         "since": incident.since,
         "killer": incident.cause.killer,
+        "advice": list(incident.advice),
         "silenced": incident.silenced,
         "causes": [_named(verdict) for verdict in incident.causes],
         "symptoms": [_named(verdict) for verdict in incident.symptoms],

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Protocol
 
 from oomwatch import units
+from oomwatch.conclusions import Incident, incidents
 from oomwatch.config import Config
 from oomwatch.configured import cadence_of, judge_of
 from oomwatch.detectors.base import LEVEL, State, Subject
@@ -116,6 +117,10 @@ class Course:
             if isinstance(observation, Tick):
                 yield from self._changes(observation.t)
             self.summary.seconds = round(observation.t - first, 6)
+
+    def incidents(self) -> tuple[Incident, ...]:
+        """Every incident so far, as it stood at last, the worst first."""
+        return incidents(self.last.values())
 
     def _counted(self, observations: Iterable[Observation]) -> Iterator[Observation]:
         for observation in observations:
@@ -284,18 +289,17 @@ def subject_text(subject: Subject) -> str:
 
 
 def _incidents(course: Course) -> Iterator[str]:
-    incidents: dict[str, list[Verdict]] = {}
-    for verdict in course.last.values():
-        incidents.setdefault(verdict.incident, []).append(verdict)
-    yield f"Incidents: {len(incidents) or 'none'}"
-    for name, verdicts in incidents.items():
-        verdicts.sort(key=lambda verdict: (verdict.symptom_of is not None, -verdict.level))
-        cause = verdicts[0]
-        yield f"  {name}: {cause.name} {subject_text(cause.subject)} ({cause.state}) {cause.summary}".rstrip()
-        for line in cause.advice:
-            yield f"      do: {line}"
-        for symptom in verdicts[1:]:
-            yield f"    {symptom.name} {subject_text(symptom.subject)} ({symptom.state}) {symptom.summary}".rstrip()
+    found = course.incidents()
+    yield f"Incidents: {len(found) or 'none'}"
+    for incident in found:
+        cause, *others = map(_standing, incident.verdicts)
+        yield f"  {incident.id}: {cause}"
+        yield from (f"      do: {action}" for action in incident.advice)
+        yield from (f"    {other}" for other in others)
+
+
+def _standing(verdict: Verdict) -> str:
+    return f"{verdict.name} {subject_text(verdict.subject)} ({verdict.state}) {verdict.summary}".rstrip()
 
 
 def _quiet(summary: Summary) -> Iterator[str]:

@@ -16,7 +16,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import IO, cast
 
-from oomwatch.conclusions import Incident, incidents
+from oomwatch.conclusions import Incident
 from oomwatch.config import Config
 from oomwatch.configured import judge_of
 from oomwatch.enginelog.events import YEAR, Entry, Load
@@ -117,10 +117,10 @@ def _about(engine: str, found: Iterable[Incident]) -> tuple[Incident, ...]:
 
 
 def _worst(course: Course) -> tuple[Incident, ...]:
-    """Every incident of a course, as it stood at last."""
+    """Every incident of a course, run to its end."""
     for _ in course:
         pass
-    return incidents(course.last.values())
+    return course.incidents()
 
 
 @dataclass
