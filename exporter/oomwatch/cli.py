@@ -18,7 +18,7 @@ import structlog
 from oomwatch import __version__, logs
 from oomwatch.backtest import backtest
 from oomwatch.check import exit_status, read_once, report
-from oomwatch.commands import fail, seconds
+from oomwatch.commands import Commands, config_file_option, configuration, fail, seconds, tell
 from oomwatch.config import Config, check_files, effective, load, load_with_places
 from oomwatch.connections import CannotListen
 from oomwatch.daemon import Daemon
@@ -26,12 +26,12 @@ from oomwatch.demo import SETTINGS, STORIES, TOUR, DemoFeed
 from oomwatch.diagnose.command import command as diagnose_command
 from oomwatch.feed import Feed, NodeFeed
 from oomwatch.notify import send_test
-from oomwatch.past import Past, PrometheusError, PrometheusServer
+from oomwatch.past import Past, PrometheusServer
 from oomwatch.pipeline import Pipeline
 from oomwatch.plan.command import command as plan_command
-from oomwatch.record import PATIENT, CannotRecord, destination, parts, tap
-from oomwatch.recording import RecordingError, unix_time
+from oomwatch.record import PATIENT, destination, parts, tap
 from oomwatch.recording import read as read_recording
+from oomwatch.recording import unix_time
 from oomwatch.replay import FORMS
 from oomwatch.replay import replay as run_replay
 from oomwatch.settings import ConfigError, parse_duration
@@ -39,15 +39,6 @@ from oomwatch.settings import ConfigError, parse_duration
 _log = structlog.get_logger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_config_file = click.option(
-    "--config.file",
-    "config_file",
-    type=click.Path(path_type=Path),
-    envvar="OOMWATCH_CONFIG_FILE",
-    metavar="FILE",
-    help="Configuration in YAML. Without it every default holds and the engines of this host are found.",
-)
 
 
 def _log_options(command: F) -> F:
@@ -97,7 +88,7 @@ def _flags(given: dict[str, Any]) -> dict[str, object]:
     return {names[key]: value for key, value in given.items() if value is not None}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="oomwatch")
 def main() -> None:
     """Watch the GPUs and the vLLM engines of this node, and tell before memory runs out.
@@ -122,7 +113,7 @@ main.add_command(diagnose_command)
 
 
 @main.command()
-@_config_file
+@config_file_option
 @_web_options
 @_log_options
 def run(config_file: Path | None, **given: Any) -> None:
@@ -139,7 +130,7 @@ def run(config_file: Path | None, **given: Any) -> None:
 
 
 @main.command()
-@_config_file
+@config_file_option
 @_web_options
 @_log_options
 @click.option(
@@ -170,7 +161,7 @@ def demo(config_file: Path | None, story: str, seed: int, speed: float, interval
 
 
 @main.command()
-@_config_file
+@config_file_option
 @_log_options
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option(
@@ -199,7 +190,7 @@ def check(config_file: Path | None, form: str, wait: float, **given: Any) -> Non
 
 @main.command()
 @click.argument("file", metavar="[FILE]", required=False)
-@_config_file
+@config_file_option
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--prometheus", metavar="URL", help="A Prometheus server that scrapes vLLM, in place of FILE.")
 @click.option(
@@ -239,27 +230,24 @@ def replay(
     Exit status: 0 everything was read to its end, whatever was found
                  2 it could not be, or the configuration cannot be used
     """
-    config = _read(config_file, {})
+    config = configuration(config_file)
     if (file is None) == (prometheus is None):
         fail("give either a recording or --prometheus")
-    try:
-        if prometheus is None:
-            with read_recording(file or "-") as recording:
-                _print(FORMS[form](run_replay(recording, config), None))
-            return
-        options = replace(
-            PATIENT,
-            bearer_token_file=bearer_token_file,
-            username=username,
-            password_file=password_file,
-            ca_file=ca_file,
-        )
-        now = time.time()
-        past = Past(PrometheusServer(prometheus, options), step=_seconds("--step", step))
-        begin, end = _moment("--from", since or "1d", now), _moment("--to", until, now)
-        _print(FORMS[form](*backtest(past, begin, end, config, engines)))
-    except (RecordingError, PrometheusError) as error:
-        fail(str(error))
+    if prometheus is None:
+        with read_recording(file or "-") as recording:
+            _print(FORMS[form](run_replay(recording, config), None))
+        return
+    options = replace(
+        PATIENT,
+        bearer_token_file=bearer_token_file,
+        username=username,
+        password_file=password_file,
+        ca_file=ca_file,
+    )
+    now = time.time()
+    past = Past(PrometheusServer(prometheus, options), step=_seconds("--step", step))
+    begin, end = _moment("--from", since or "1d", now), _moment("--to", until, now)
+    _print(FORMS[form](*backtest(past, begin, end, config, engines)))
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -280,7 +268,7 @@ def _moment(flag: str, given: str, now: float) -> float:
 
 
 @main.command()
-@_config_file
+@config_file_option
 @click.option("--output", metavar="FILE", help="Where to; packed where it ends in .gz, - is standard output.")
 @click.option("--last", metavar="DURATION", help="How far back, such as 2h. By default everything there is.")
 @click.option("--for", "follow", metavar="DURATION", help="How long to go on with what comes; alone, only that.")
@@ -309,7 +297,7 @@ def record(
     Exit status: 0 written
                  2 there is nothing to record from, or the file cannot be written
     """
-    config = _read(config_file, {})
+    config = configuration(config_file)
     back, ahead = _seconds("--last", last), _seconds("--for", follow)
     options = replace(PATIENT, username=username, password_file=password_file, ca_file=ca_file)
     since = back if back is not None else 0.0 if ahead else config.history.keep
@@ -319,8 +307,6 @@ def record(
         with destination(name) as stream:
             for part in parts(source, first, ahead or 0.0):
                 stream.write(part.lines)
-    except CannotRecord as error:
-        fail(str(error))
     except OSError as error:
         fail(f"{name} cannot be written: {(error.strerror or str(error)).lower()}")
     if name != "-":
@@ -337,7 +323,7 @@ def alerts() -> None:
 
 
 @alerts.command("test")
-@_config_file
+@config_file_option
 @click.option(
     "--severity",
     type=click.Choice(["warning", "critical"]),
@@ -356,7 +342,7 @@ def alerts_test(config_file: Path | None, severity: str, lasts: str) -> None:
                  1 one did not
                  2 none is configured, or the configuration cannot be used
     """
-    config = _read(config_file, {})
+    config = configuration(config_file)
     if not (config.alerting.alertmanagers or config.alerting.webhooks):
         fail("alerting names no alertmanagers and no webhooks, so nobody would be told")
     good = True
@@ -372,27 +358,24 @@ def config() -> None:
 
 
 @config.command("check")
-@_config_file
+@config_file_option
 def config_check(config_file: Path | None) -> None:
     """Print every mistake at once, with its place and what is allowed. Exit status 0 or 2."""
-    try:
-        loaded = load_with_places(config_file, os.environ, {})
-        problems = check_files(loaded.config, loaded.places)
-        if problems:
-            raise ConfigError(problems)
-    except ConfigError as error:
-        _refuse(error)
+    loaded = load_with_places(config_file, os.environ, {})
+    problems = check_files(loaded.config, loaded.places)
+    if problems:
+        raise ConfigError(problems)
     engines = len(loaded.config.engines)
     click.echo(f"{config_file or 'configuration'}: ok, {engines} engine{'' if engines == 1 else 's'} configured")
 
 
 @config.command("show")
-@_config_file
+@config_file_option
 @_web_options
 @_log_options
 def config_show(config_file: Path | None, **given: Any) -> None:
     """Print the configuration in force, defaults included, as YAML. Secrets are masked."""
-    click.echo(effective(_read(config_file, _flags(given))), nl=False)
+    click.echo(effective(configuration(config_file, _flags(given))), nl=False)
 
 
 def _serve(
@@ -410,7 +393,7 @@ def _serve(
     try:
         daemon.run()
     except CannotListen as error:
-        click.echo(f"oomwatch: {error}", err=True)
+        tell(str(error))
         _leave(2)
     _leave(0)
 
@@ -425,21 +408,9 @@ def _leave(status: int) -> NoReturn:
 
 
 def _loaded(config_file: Path | None, flags: dict[str, object]) -> Config:
-    config = _read(config_file, flags)
+    config = configuration(config_file, flags)
     logs.configure(config.log.level, config.log.format)
     return config
-
-
-def _read(config_file: Path | None, flags: dict[str, object]) -> Config:
-    try:
-        return load(config_file, os.environ, flags)
-    except ConfigError as error:
-        _refuse(error)
-
-
-def _refuse(error: ConfigError) -> NoReturn:
-    click.echo(str(error), err=True)
-    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from functools import partial
 
 import structlog
 
+from oomwatch.errors import InputError
+
 _log = structlog.get_logger(__name__)
 
 _CHUNK = 64 * 1024
@@ -35,7 +37,7 @@ _LINGER_SECONDS = 1.0
 _DRAIN_CHUNKS = 16  # in one turn, so that a client that never stops does not keep the others waiting
 
 
-class CannotListen(Exception):
+class CannotListen(InputError):
     """An address cannot be listened on; the text says why and what to do."""
 
 

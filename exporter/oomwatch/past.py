@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from urllib.parse import urlencode, urlsplit
 
 from oomwatch.config import Config
+from oomwatch.errors import InputError
 from oomwatch.observations import EngineFacts, EngineScrape, GpuPoll, Memory, Observation
 from oomwatch.sources.vllm.meaning import read_page
 from oomwatch.sources.vllm.names import SAMPLE_NAMES
@@ -34,7 +35,7 @@ _GPU_SERIES: Mapping[str, str] = {
 _ADDED_BY_PROMETHEUS = frozenset({"__name__", "job", "instance"})
 
 
-class PrometheusError(Exception):
+class PrometheusError(InputError):
     """The server cannot be asked, or answers nonsense; what, and what to do."""
 
 

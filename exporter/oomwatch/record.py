@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 
 from oomwatch.config import DEFAULT_PORT, Config, split_address
 from oomwatch.database import FILE, Archive, Piece, Unusable
+from oomwatch.errors import InputError
 from oomwatch.history import default_directory, facts_in
 from oomwatch.recording import Header, from_line, header_line, to_line
 from oomwatch.settings import parse_duration
@@ -32,7 +33,7 @@ _PART_BYTES = 16 * 1024**2  # of text, before compression
 _POLL_SECONDS = 5.0
 
 
-class CannotRecord(Exception):
+class CannotRecord(InputError):
     """There is nothing to record from; the message says where it was looked for, and what to do."""
 
 

@@ -28,6 +28,7 @@ from typing import IO, Any, TypeVar, cast
 from oomwatch.attribution import Attribution
 from oomwatch.enginelog.events import plain
 from oomwatch.enginelog.lines import entry_of
+from oomwatch.errors import InputError
 from oomwatch.observations import (
     NOT_KNOWN,
     NOT_READ,
@@ -80,7 +81,7 @@ _SOURCES = frozenset({"gpu", "scrape", "process", "lists"})  # that have an inte
 _DECIMALS = 6  # of a time: what a double holds of a unix time
 
 
-class RecordingError(Exception):
+class RecordingError(InputError):
     """A recording that cannot be read, or not to its end: which file and line, what is wrong, and what to do."""
 
 

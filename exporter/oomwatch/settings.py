@@ -30,6 +30,8 @@ from pydantic.fields import FieldInfo
 from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from oomwatch.errors import InputError
+
 KeyPath = tuple[str | int, ...]
 
 MASK = "<secret>"
@@ -65,7 +67,7 @@ class Problem:
         return ": ".join(part for part in (str(self.origin), self.key, self.message) if part)
 
 
-class ConfigError(Exception):
+class ConfigError(InputError):
     """Settings that cannot be used; ``problems`` holds everything wrong with them, in the order of the file."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:

@@ -12,22 +12,19 @@ from pathlib import Path
 import click
 
 from oomwatch import logs
-from oomwatch.commands import fail, seconds
-from oomwatch.config import Config, load
+from oomwatch.commands import config_file_option, configuration, fail, seconds, tell
+from oomwatch.config import Config
 from oomwatch.diagnose import report
 from oomwatch.diagnose.postmortem import NothingToRead, PostMortem, of_recording, of_stream
-from oomwatch.record import CannotRecord, parts, tap
-from oomwatch.recording import Recording, RecordingError
-from oomwatch.settings import ConfigError
+from oomwatch.errors import InputError
+from oomwatch.record import parts, tap
+from oomwatch.recording import Recording
 
 
 @click.command("diagnose")
 @click.argument("files", metavar="[LOG]...", nargs=-1)
 @click.option("--last", metavar="DURATION", help="In place of logs: what the daemon here observed, such as 2h.")
-@click.option(
-    "--config.file", "config_file", type=click.Path(path_type=Path), envvar="OOMWATCH_CONFIG_FILE", metavar="FILE",
-    help="Thresholds, and where the daemon is.",
-)  # fmt: skip
+@config_file_option
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(files: tuple[str, ...], last: str | None, config_file: Path | None, form: str) -> None:
     """Say what happened to an engine's memory: what was promised, what was there, what was asked for, which killer
@@ -45,10 +42,7 @@ def command(files: tuple[str, ...], last: str | None, config_file: Path | None, 
     if bool(files) == (last is not None):
         fail("give either logs, - for standard input, or --last 2h for what the daemon observed")
     logs.configure("error", "console")
-    try:
-        config = load(config_file, os.environ, {})
-    except ConfigError as error:
-        fail(str(error))
+    config = configuration(config_file)
     found: list[PostMortem] = []
     problems: list[str] = []
     for source in files or (None,):
@@ -60,7 +54,7 @@ def command(files: tuple[str, ...], last: str | None, config_file: Path | None, 
     if found:
         click.echo(json.dumps(report.plain(found), indent=2) if form == "json" else report.text(found))
     for problem in problems:
-        click.echo(f"oomwatch: {problem}", err=True)
+        tell(problem)
     sys.exit(2 if problems else 1 if any(one.found for one in found) else 0)
 
 
@@ -68,7 +62,7 @@ def _looked_at(source: str | None, last: str, config: Config) -> list[PostMortem
     """Post-mortems from a file, or from what the daemon observed; a text where that cannot be."""
     try:
         return _of_daemon(last, config) if source is None else _of_file(source, config)
-    except (NothingToRead, RecordingError, CannotRecord) as error:
+    except InputError as error:
         return str(error)
 
 

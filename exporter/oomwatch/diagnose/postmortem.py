@@ -23,6 +23,7 @@ from oomwatch.enginelog.events import YEAR, Entry, Load
 from oomwatch.enginelog.lines import line_of
 from oomwatch.enginelog.reader import read
 from oomwatch.enginelog.story import Story, clocked
+from oomwatch.errors import InputError
 from oomwatch.observations import Observation
 from oomwatch.recording import Recording
 from oomwatch.replay import Course, cadence_in
@@ -30,7 +31,7 @@ from oomwatch.replay import Course, cadence_in
 _TICK = 60.0  # seconds: an engine's log says what happened, and few detectors need more than its events
 
 
-class NothingToRead(Exception):
+class NothingToRead(InputError):
     """There is nothing to diagnose; the message says what was looked at, and what to do."""
 
 

@@ -12,12 +12,11 @@ import click
 
 from oomwatch import logs
 from oomwatch.check import read_once
-from oomwatch.commands import fail
-from oomwatch.config import load
+from oomwatch.commands import config_file_option, configuration, fail
 from oomwatch.plan import gpus, report
 from oomwatch.plan.memory import Device, Setup, plan
 from oomwatch.plan.model import Model, ModelError, given_sizes, read_model
-from oomwatch.settings import ConfigError, parse_size
+from oomwatch.settings import parse_size
 from oomwatch.sources.vllm.meaning import release
 from oomwatch.sources.vllm_command import human_int
 
@@ -53,6 +52,7 @@ _count = click.IntRange(min=1)
 
 @click.command("plan")
 @click.argument("path", metavar="[MODEL]", type=click.Path(path_type=Path), required=False)
+@config_file_option
 @click.option("--gpu", metavar="GPU", help="A name (H100, 'A100 80GB'), a size (79.2GiB), or indices here (0,1).")
 @click.option("--held", type=_SIZE, help="What others hold on it; in place of what is read here, 0 to replace it all.")
 @click.option("--vllm-version", metavar="VERSION", default=NEWEST, show_default=True, help="Rules changed over time.")
@@ -78,6 +78,7 @@ _count = click.IntRange(min=1)
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(
     path: Path | None,
+    config_file: Path | None,
     gpu: str | None,
     held: int | None,
     vllm_version: str,
@@ -133,12 +134,9 @@ def command(
         disable_hybrid_kv_cache_manager=disable_hybrid_kv_cache_manager,
         enable_prefix_caching=not no_enable_prefix_caching,
     )
-    try:
-        model = _model(path, weights, kv_bytes_per_token, dtype, quantization)
-        device = _device(gpu, held or 0)
-        made = plan(model, device or _of_this_node(gpu, held, setup), setup, margin=margin)
-    except ModelError as error:
-        fail(str(error))
+    model = _model(path, weights, kv_bytes_per_token, dtype, quantization)
+    device = _device(gpu, held or 0)
+    made = plan(model, device or _of_this_node(config_file, gpu, held, setup), setup, margin=margin)
     click.echo(json.dumps(report.plain(made), indent=2) if form == "json" else report.text(made))
     sys.stdout.flush()
     status = report.EXIT_STATUS[made.starts]
@@ -165,11 +163,8 @@ def _device(gpu: str | None, held: int) -> Device | None:
     return gpus.named(gpu, held)
 
 
-def _of_this_node(gpu: str | None, held: int | None, setup: Setup) -> Device:
+def _of_this_node(config_file: Path | None, gpu: str | None, held: int | None, setup: Setup) -> Device:
     logs.configure("error", "console")
-    try:
-        snapshot = read_once(load(None, {**os.environ, "OOMWATCH_DISCOVERY__ENABLED": "false"}, {}))
-    except ConfigError as error:
-        raise ModelError(str(error)) from None
+    snapshot = read_once(configuration(config_file, OOMWATCH_DISCOVERY__ENABLED="false"))
     device = gpus.of_node(snapshot, setup.ranks * setup.data_parallel_size, gpu.split(",") if gpu else ())
     return device if held is None else replace(device, held=held, holders=())

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from oomwatch.errors import InputError
 from oomwatch.plan.quantization import Quantization, quantization
 
 Spread = Literal["tensor", "expert", "none"]
 
 
-class ModelError(Exception):
+class ModelError(InputError):
     """The model cannot be read; the text says what, where, and what to do."""
 
 
