@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from oomwatch.enginelog.lines import entry_of
+from oomwatch.enginelog.story import Story, tell
 from oomwatch.observations import LogLine, Observation, SourceRun
 from oomwatch.sources.enginelog import ContainerFile, EngineLogSource, File, Journal, Place, Places
 from oomwatch.sources.enginelog.files import CannotRead, FollowedFile
@@ -26,6 +27,16 @@ START = (
 )
 POOL = "(EngineCore pid=1) INFO {clock} [x.py:1] GPU KV cache size: 1,040 tokens\n"
 FAILED = "(EngineCore pid=1) ERROR {clock} [core.py:1] EngineCore failed to start.\n"
+LOAD = (
+    "(APIServer pid=2) INFO {clock} [loggers.py:1] Engine 000: Avg prompt throughput: 1.0 tokens/s, "
+    "Avg generation throughput: 1.0 tokens/s, Running: 1 reqs, Waiting: 0 reqs, GPU KV cache usage: 1.0%, "
+    "Prefix cache hit rate: 0.0%\n"
+)
+FRAME = '(EngineCore pid=1) ERROR {clock} [core.py:1]   File "/x/v1/worker/gpu_worker.py", line 1, in load_model\n'
+RAN_OUT = (
+    "(EngineCore pid=1) ERROR {clock} [core.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate "
+    "2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.00 GiB is free.\n"
+)
 NOISE = '(APIServer pid=2) INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 200 OK\n'
 NOW = 1_800_000_000.0
 
@@ -39,7 +50,8 @@ class Source:
 
     def __init__(self, place: Place, places: Places | None = None) -> None:
         self.told: list[Observation] = []
-        self.source = EngineLogSource("chat", place, places or Places(), self.told.append, clock=lambda: NOW)
+        self.now = NOW
+        self.source = EngineLogSource("chat", place, places or Places(), self.told.append, clock=lambda: self.now)
 
     def read(self) -> list[str]:
         """One pass: the events that it told."""
@@ -58,6 +70,10 @@ class Source:
     def ages(self) -> list[float]:
         entries = [entry_of(one) for one in self.told if isinstance(one, LogLine)]
         return [entry.age for entry in entries if entry is not None]
+
+    def story(self) -> Story:
+        lines = [one for one in self.told if isinstance(one, LogLine)]
+        return tell((one.t - entry.age, entry) for one in lines if (entry := entry_of(one)) is not None)
 
     @property
     def up(self) -> bool:
@@ -178,6 +194,13 @@ def test_a_log_that_cannot_be_read_is_told_and_tried_again(tmp_path: Path) -> No
     assert source.up
 
 
+def test_the_start_is_read_back_however_many_statistics_follow_it(log: Path) -> None:
+    log.write_text(at(START) + at(POOL) + at(LOAD) * 3000)
+    source = Source(File(str(log)))
+    assert source.read_on(3) == ["start", "kv_pool", "load"]
+    source.source.close()
+
+
 def test_a_pipe_or_a_folder_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
@@ -197,6 +220,36 @@ def test_memory_stays_small_however_fast_it_is_written(log: Path, source: Source
     append(log, "\n" + at(FAILED))
     assert source.read_on(1) == ["died"]
 
+
+# --- tracebacks --------------------------------------------------------------------------------------------------
+
+
+def test_of_a_traceback_each_telling_line_is_told_once(log: Path, source: Source) -> None:
+    append(log, at(FRAME) * 3 + at(RAN_OUT))
+    assert source.read() == ["step", "out_of_memory"]
+
+
+@pytest.mark.parametrize("seconds", [6, 11, 3600])
+def test_a_later_traceback_tells_what_the_engine_was_doing_again(log: Path, source: Source, seconds: float) -> None:
+    append(log, at(FRAME))
+    assert source.read() == ["step"]
+    source.now += seconds
+    append(log, at(FRAME) + at(RAN_OUT))
+    assert source.read() == ["step", "out_of_memory"]
+    (shortage,) = source.story().starts[-1].shortages
+    assert (shortage.step, shortage.traced) == ("load", True)
+
+
+def test_so_do_those_that_were_written_before(log: Path) -> None:
+    log.write_text(at(FRAME, "11-30 09:00:00") + at(FRAME, "11-30 09:10:00") + at(RAN_OUT, "11-30 09:10:00"))
+    source = Source(File(str(log)))
+    assert source.read_on(3) == ["step", "step", "out_of_memory"]
+    (shortage,) = source.story().starts[-1].shortages
+    assert (shortage.step, shortage.traced) == ("load", True)
+    source.source.close()
+
+
+# --- what is told of it ------------------------------------------------------------------------------------------
 
 SECRET = "sk-f00dcafe"
 

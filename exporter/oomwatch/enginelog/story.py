@@ -41,7 +41,7 @@ _ERRORS_KEPT = 64
 SAME_FAILURE = 60.0  # seconds within which ranks, and the reports of one failure by several processes, belong together
 _INTERLEAVED = 10.0  # seconds that lines of several processes may be out of order
 _LONGEST_STEP = 3600.0  # seconds that a step of a start may take: large models are loaded from slow disks
-_FRAMES_LAST = 10.0  # seconds that a traceback's lines may stand before its error
+FRAMES_LAST = 10.0  # seconds that a traceback's lines may stand before its error
 
 Phase = Literal["starting", "serving", "over"]
 
@@ -273,7 +273,7 @@ class Story:
 
     def _step_of(self, t: float, pid: int | None) -> str | None:
         told, step = self._steps.get(pid, (-math.inf, None))
-        return step if t - told <= _FRAMES_LAST else None
+        return step if t - told <= FRAMES_LAST else None
 
     def _refused(self, t: float, now: StartUp, event: Refused, origin: Origin) -> Refusal | None:
         self._steps.pop(origin.pid, None)

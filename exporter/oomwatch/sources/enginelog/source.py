@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from dataclasses import replace
 from oomwatch.enginelog.events import YEAR, Entry, Load, Step
 from oomwatch.enginelog.lines import line_of
 from oomwatch.enginelog.reader import Reader, last_clock
+from oomwatch.enginelog.story import FRAMES_LAST
 from oomwatch.observations import Observation, SourceRun
 from oomwatch.sources.enginelog.files import CannotRead, FollowedFile, Piece, identity_at
 from oomwatch.sources.enginelog.journal import FollowedJournal
@@ -54,7 +56,7 @@ class EngineLogSource:
         self._history_age = 0.0
         self._last_clock: float | None = None
         self._loaded = False
-        self._steps: dict[int | None, str] = {}
+        self._steps: dict[int | None, tuple[float, str]] = {}  # by pid: the last that was told, and when
         self._turn = threading.Lock()
         self._closed = False
 
@@ -138,18 +140,14 @@ class EngineLogSource:
                 return FollowedFile(found)
 
     def _tell(self, entries: Iterator[Entry], piece: Piece) -> int:
+        new = ((entry, self._text()) for entry in entries if not self._is_repeated_load(entry))
         if piece.history:
             found = last_clock(piece.data[-_TAIL:])
             self._last_clock = found if found is not None else self._last_clock
             self._history_age = piece.age
-            self._history.extend((entry, self._text()) for entry in entries)
+            self._history.extend(new)
             return 0
-        count = 0
-        for entry in entries:
-            if self._matters(entry):
-                self._publish(line_of(self._clock(), self._engine, entry, self._text()))
-                count += 1
-        return count
+        return sum(self._tell_one(entry, text) for entry, text in new)
 
     def _text(self) -> str | None:
         """The raw text of the entry that the reader gave last, where it is to be kept."""
@@ -166,20 +164,34 @@ class EngineLogSource:
             if entry.clock is not None and self._last_clock is not None:
                 before = self._last_clock - entry.clock
                 age += before if before >= 0 else before + YEAR if before < -YEAR / 2 else 0.0
-            if self._matters(entry):
-                self._publish(line_of(self._clock(), self._engine, replace(entry, age=age), text))
+            self._tell_one(replace(entry, age=age), text)
 
-    def _matters(self, entry: Entry) -> bool:
-        """Of periodic statistics the first says that the engine serves; of a traceback each telling line once."""
-        if isinstance(entry.event, Load):
-            first, self._loaded = not self._loaded, True
-            return first
-        if isinstance(entry.event, Step):
-            known = self._steps.get(entry.origin.pid) == entry.event.step
-            if len(self._steps) > _STEPS_KEPT:
-                self._steps.clear()
-            self._steps[entry.origin.pid] = entry.event.step
-            return not known
-        self._loaded = False
-        self._steps.clear()
+    def _tell_one(self, entry: Entry, text: str | None) -> bool:
+        """Publish an entry, and whether that was worth it."""
+        t = self._clock()
+        if self._is_repeated_step(entry, t - entry.age):
+            return False
+        self._publish(line_of(t, self._engine, entry, text))
         return True
+
+    # --- what says nothing new -------------------------------------------------------------------------------
+
+    def _is_repeated_load(self, entry: Entry) -> bool:
+        """Of periodic statistics the first says that the engine serves."""
+        if isinstance(entry.event, Step):
+            return False
+        before, self._loaded = self._loaded, isinstance(entry.event, Load)
+        return before and self._loaded
+
+    def _is_repeated_step(self, entry: Entry, t: float) -> bool:
+        """Of a traceback each telling line counts once, and again long before the story forgets it."""
+        if not isinstance(entry.event, Step):
+            self._steps.clear()
+            return False
+        told, step = self._steps.get(entry.origin.pid, (-math.inf, ""))
+        if step == entry.event.step and abs(t - told) <= FRAMES_LAST / 2:
+            return True
+        if len(self._steps) > _STEPS_KEPT:
+            self._steps.clear()
+        self._steps[entry.origin.pid] = t, entry.event.step
+        return False
