@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,8 +12,8 @@ import pytest
 
 from oomwatch.config import Config
 from oomwatch.feed import NodeFeed
-from oomwatch.observations import EngineFacts, EngineUpdate, LogLine, Observation, TargetRemoved
-from oomwatch.snapshot import EMPTY, EngineView, Snapshot
+from oomwatch.observations import EngineFacts, EngineUpdate, LogLine, Observation, SourceRun, TargetRemoved
+from oomwatch.snapshot import EMPTY, EngineView, Snapshot, SourceView
 from tests.e2e.processes import wait_until
 
 
@@ -60,6 +60,59 @@ def test_engines_from_before_a_restart_that_are_not_found_any_more_have_ended() 
         EngineUpdate(9.0, before[0].facts, gone=True),
         TargetRemoved(9.0, "vllm", "named-once"),
     ]
+
+
+def test_what_a_new_configuration_has_nobody_read_any_more_is_no_source_that_fell_silent(tmp_path: Path) -> None:
+    chat = {"name": "chat", "url": "http://127.0.0.1:1"}
+    quiet = {"nvml": {"enabled": False}, "discovery": {"enabled": False}}
+    told = (
+        SourceView("nvml", "", True),
+        SourceView("nvml", "GPU-1", True),
+        SourceView("discovery", "", True),
+        SourceView("host", "", True),
+        SourceView("vllm", "chat", True),
+        SourceView("log", "chat", True),
+        SourceView("probe", "chat", True),
+        SourceView("allocator", "/run/oomwatch", True),
+    )
+    published: list[Observation] = []
+    read = {"log": {"file": str(tmp_path / "vllm.log")}, "probe": {"model": "m"}}
+    before = Config.model_validate({"engines": [{**chat, **read}], "nvml": {"enabled": False}})
+    feed = NodeFeed(before, published.append, lambda: Snapshot(t=1.0, sources=told), clock=lambda: 9.0)
+    published.clear()
+    feed.configure(before)
+    assert {(one.source, one.target) for one in removed(published)} == {("nvml", ""), ("nvml", "GPU-1")}
+    published.clear()
+    after = {"engines": [chat], "engine_logs": {"enabled": False}, "probe": {"directory": [str(tmp_path)]}, **quiet}
+    feed.configure(Config.model_validate(after))
+    feed.close()
+    assert {(one.source, one.target) for one in removed(published)} == {
+        (one.source, one.target) for one in told if one.source not in ("host", "vllm")
+    }
+
+
+def removed(published: Sequence[Observation]) -> list[TargetRemoved]:
+    return [one for one in published if isinstance(one, TargetRemoved)]
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [({}, set()), ({"log": {"file": "/nonexistent/vllm.log"}}, {False})],
+    ids=["not-known", "configured"],
+)
+def test_a_log_that_nobody_knows_of_is_no_source_and_one_that_is_configured_fails(
+    log: dict[str, object], told: set[bool]
+) -> None:
+    settings = {
+        "engines": [{"name": "chat", "url": "http://127.0.0.1:1", **log}],
+        "nvml": {"enabled": False},
+        "discovery": {"enabled": False},
+    }
+    published: list[Observation] = []
+    feed = NodeFeed(Config.model_validate(settings), published.append, lambda: EMPTY)
+    feed.read_log("chat")
+    feed.close()
+    assert {one.ok for one in published if isinstance(one, SourceRun) and one.source == "log"} == told
 
 
 WRITES = "import sys; print('ERROR 11-30 09:00:00 [x.py:1] EngineCore failed to start.', flush=True); sys.stdin.read()"

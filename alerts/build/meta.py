@@ -134,6 +134,18 @@ def _alerts(links: Links) -> Iterator[Alert]:
     )
     yield _alert(
         links,
+        "OomwatchLogUnreadable",
+        'oomwatch_source_up{source="log"} == 0',
+        "warning",
+        "15m",
+        summary="oomwatch on {{ $labels.instance }} cannot read the log of {{ $labels.target }}",
+        description="For 15 minutes the log of {{ $labels.target }} could not be read, though it is configured or its "
+        "processes show where it is. A start that is refused and a shortage of memory are told there alone.",
+        action="Look at the daemon's page, under where it all comes from, for why it cannot be read.",
+        comment="An engine whose log nobody knows of has no such series, and one that ended loses it.",
+    )
+    yield _alert(
+        links,
         "OomwatchConfigReloadFailed",
         "oomwatch_config_last_reload_successful == 0",
         "warning",

@@ -24,7 +24,7 @@ from oomwatch.observations import (
     Tick,
     known,
 )
-from oomwatch.snapshot import Snapshot, devices
+from oomwatch.snapshot import Snapshot, SourceView, devices
 from oomwatch.sources.allocator import FILE_STATES, AllocatorSource
 from oomwatch.sources.discovery import Discovery, merge
 from oomwatch.sources.enginelog import ContainerFile, EngineLogSource, File, Journal, Place, Places
@@ -264,6 +264,27 @@ class NodeFeed:
         if config.engine_logs != before.engine_logs:
             self._places = self._new_places()
         self._watch(self._found if config.discovery.enabled else ())
+        for source in self._snapshot().sources:
+            if not self._is_read(source, before):
+                self._publish(TargetRemoved(self._clock(), source.source, source.target))
+
+    def _is_read(self, source: SourceView, before: Config) -> bool:
+        """Whether a source that told something under the configuration before is read under that of now."""
+        with self._lock:
+            engine = self._engines.get(source.target)
+        match source.source:
+            case "nvml":
+                return self._nvml is not None
+            case "discovery":
+                return self._config.discovery.enabled
+            case "allocator":
+                return self._config.probe.directory == before.probe.directory
+            case "log":
+                return engine is not None and engine.log is not None
+            case "probe":
+                return engine is not None and engine.probe is not None
+            case _:
+                return True
 
     def close(self) -> None:
         if self._nvml is not None:
