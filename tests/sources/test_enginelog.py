@@ -100,6 +100,14 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
+def break_reading(path: Path) -> None:
+    """Make reads of a file by the descriptor that this process has of it fail from now on."""
+    (mine,) = (int(link.name) for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link) == str(path))
+    write_only = os.open(path, os.O_WRONLY)
+    os.dup2(write_only, mine)
+    os.close(write_only)
+
+
 # --- files -------------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +200,67 @@ def test_a_log_that_cannot_be_read_is_told_and_tried_again(tmp_path: Path) -> No
     (tmp_path / "not-there.log").write_text(at(POOL))
     assert source.read() == ["kv_pool"]
     assert source.up
+
+
+def test_what_cannot_be_read_for_a_while_is_read_on_where_it_was(log: Path, source: Source) -> None:
+    append(log, at(POOL) + at(FAILED)[:50])
+    assert source.read() == ["kv_pool"]
+    break_reading(log)
+    append(log, at(FAILED)[50:])
+    assert source.read() == []
+    assert not source.up
+    assert f"{log} cannot be read: bad file descriptor" in source.error
+    assert source.read() == ["died"]
+    assert source.up
+
+
+def test_a_file_that_can_never_be_read_again_gives_way_to_the_one_in_its_place(log: Path, source: Source) -> None:
+    break_reading(log)
+    log.rename(log.with_suffix(".1"))
+    log.write_text(at(FAILED))
+    assert [source.read() for _ in range(3)] == [[], [], ["died"]]
+
+
+def test_a_new_file_that_cannot_be_opened_at_first_is_read_from_its_beginning(log: Path, source: Source) -> None:
+    old, new = log.with_suffix(".1"), log.with_suffix(".new")
+    log.rename(old)
+    (log / "in the way").mkdir(parents=True)
+    assert source.read() == []
+    assert "is no file" in source.error
+    append(old, at(POOL))
+    assert source.read() == ["kv_pool"]
+    assert not source.up
+    new.write_text(at(FAILED) + NOISE * 20_000)  # more than is read back of a file that was there before
+    shutil.rmtree(log)
+    new.rename(log)
+    assert source.read_on(1) == ["died"]
+    assert source.ages() == [0.0, 0.0]
+
+
+def test_a_file_that_was_away_is_not_read_twice(log: Path, source: Source) -> None:
+    append(log, at(FAILED))
+    assert source.read() == ["died"]
+    log.rename(log.with_suffix(".1"))
+    (log / "in the way").mkdir(parents=True)
+    source.read()
+    assert not source.up
+    shutil.rmtree(log)
+    log.with_suffix(".1").rename(log)
+    assert source.read() == []
+    assert source.up
+
+
+def test_a_writer_that_goes_on_in_the_old_file_is_followed_until_there_is_something_in_the_new(
+    log: Path, source: Source
+) -> None:
+    log.rename(log.with_suffix(".1"))
+    log.write_text("")
+    assert source.read() == []
+    append(log.with_suffix(".1"), at(POOL))
+    assert source.read() == ["kv_pool"]
+    append(log.with_suffix(".1"), at(FAILED))
+    append(log, at(START))
+    assert source.read() == ["died", "start"]
 
 
 def test_the_start_is_read_back_however_many_statistics_follow_it(log: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 CHUNK = 256 * 1024
@@ -37,30 +38,41 @@ class Piece:
 class FollowedFile:
     """One file from its last start on. ``path`` may be a link (/proc/PID/fd/1): what it leads to now is the file.
 
-    Memory is one piece. Not for use by several threads at once.
+    What cannot be read for a while is read on where reading stopped. Memory is one piece. Not for use by several
+    threads at once.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._file: int | None = None
-        self._identity: tuple[int, int] = (0, 0)
+        self._identity: tuple[int, int] | None = None
         self._at = 0
         self._history: list[tuple[int, int]] = []  # parts of what was there at first, still to be read
         self._age = 0.0
         self._apart = True
         self._torn = False  # what is read next begins in the middle of a line, which is left out
+        self._failures = 0  # to read what is open, one after the other
 
     def read(self) -> Piece | None:
         """The next piece; None where nothing more is there now. Raises CannotRead."""
-        if self._file is None:
-            self._open(first=True)
+        try:
+            piece = self._read()
+        except OSError as problem:
+            self._failures += 1
+            raise CannotRead(f"{self.path} cannot be read: {_why(problem)}") from None
+        self._failures = 0
+        return piece
+
+    def _read(self) -> Piece | None:
+        if self._failures:
+            self._open_again()
+        file = self._open() if self._file is None else self._file
         if self._history:
-            return self._next_of_history()
-        piece = self._next()
+            return self._next_of_history(file)
+        piece = self._next(file)
         if piece is None and self._moved():
-            self.close()
-            self._open(first=False)
-            piece = self._next()
+            # What was written to the one before the other was there comes first.
+            piece = self._next(file) or self._next(self._open())
         return piece
 
     @property
@@ -69,25 +81,24 @@ class FollowedFile:
         return bool(self._history)
 
     def identity(self) -> tuple[int, int] | None:
-        """Device and inode of the file that is read, None where none is open."""
-        return self._identity if self._file is not None else None
+        """Device and inode of the file that is read, None where none is."""
+        return self._identity
 
     def close(self) -> None:
-        """Give the file back; what is read next is read from the file that is there then."""
+        """Give the file back. Not to be read any more."""
         if self._file is not None:
             os.close(self._file)
-            self._file = None
+            self._file = self._identity = None
 
     # --- reading ---------------------------------------------------------------------------------------------
 
-    def _next(self) -> Piece | None:
-        file = self._opened()
+    def _next(self, file: int) -> Piece | None:
         size = os.fstat(file).st_size
         if size < self._at:
-            self._at, self._apart = 0, True  # truncated, or copied and truncated
+            self._at, self._apart, self._torn = 0, True, False  # truncated, or copied and truncated
         if size - self._at > _LONGEST_BACKLOG:
             self._at, self._apart, self._torn = size - _END_BYTES, True, True
-        data = self._pread(file, CHUNK, self._at)
+        data = os.pread(file, CHUNK, self._at)
         if not data:
             return None
         self._at += len(data)
@@ -101,9 +112,9 @@ class FollowedFile:
         apart, self._apart = self._apart, False
         return Piece(data, history, self._age if history else 0.0, apart)
 
-    def _next_of_history(self) -> Piece | None:
+    def _next_of_history(self, file: int) -> Piece | None:
         begin, end = self._history[0]
-        data = self._pread(self._opened(), min(CHUNK, end - begin), begin)
+        data = os.pread(file, min(CHUNK, end - begin), begin)
         piece = self._piece(data, history=True)
         if data and begin + len(data) < end:
             self._history[0] = begin + len(data), end
@@ -112,41 +123,57 @@ class FollowedFile:
             self._apart = self._torn = bool(self._history)
         return piece
 
-    def _pread(self, file: int, size: int, at: int) -> bytes:
-        try:
-            return os.pread(file, size, at)
-        except OSError as problem:
-            raise CannotRead(f"{self.path} cannot be read: {_why(problem)}") from None
-
-    def _opened(self) -> int:
-        if self._file is None:
-            raise CannotRead(f"{self.path} is not open")
-        return self._file
-
     # --- which file ------------------------------------------------------------------------------------------
 
-    def _open(self, *, first: bool) -> None:
+    def _open(self) -> int:
+        """Read what the path leads to now: the first file from its last start on, any other from its beginning."""
+        file = self._file_at_path()
+        try:
+            status = os.fstat(file)
+            history = self._parts(file, status.st_size) if self._identity is None else []
+        except OSError:
+            os.close(file)
+            raise
+        self._at, self._apart, self._torn, self._history = 0, True, False, history
+        if self._identity is None:
+            self._at = status.st_size
+            self._age = max(0.0, time.time() - status.st_mtime)
+            self._torn = bool(history and history[0][0])
+        self._identity = _identity(status)
+        return self._replace(file)
+
+    def _replace(self, file: int) -> int:
+        if self._file is not None:
+            os.close(self._file)
+        self._file = file
+        return file
+
+    def _open_again(self) -> None:
+        """After a failure: the same file anew, as after its file system was away; another one when both were tried."""
+        if self._identity is not None and self._identity == identity_at(self.path):
+            with suppress(CannotRead):
+                self._replace(self._file_at_path())
+        elif self._failures > 1 and self._moved():
+            self._open()
+
+    def _file_at_path(self) -> int:
         try:
             # The path may be anybody's choice: opening a pipe or a device must neither wait nor do anything.
             file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         except OSError as problem:
             raise CannotRead(f"{self.path} cannot be opened: {_why(problem)}") from None
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
             raise CannotRead(f"{self.path} is no file. Name the file that the engine's log is written to")
-        self._file, self._identity = file, (status.st_dev, status.st_ino)
-        self._at, self._apart = 0, True
-        if first:
-            self._at = status.st_size
-            self._age = max(0.0, time.time() - status.st_mtime)
-            self._history = self._parts(file, status.st_size)
-            self._torn = bool(self._history and self._history[0][0])
+        return file
 
     def _moved(self) -> bool:
-        """Whether the path leads to another file by now."""
-        now = identity_at(self.path)
-        return now is not None and now != self._identity  # moved away, and nothing new yet: what is open is read on
+        """Whether the path leads to another file by now. Until something is in that, the writer is not there yet."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return False  # moved away, and nothing new yet: what is open is read on
+        return _identity(status) != self._identity and (status.st_size > 0 or not stat.S_ISREG(status.st_mode))
 
     def _parts(self, file: int, size: int) -> list[tuple[int, int]]:
         """What of a file of ``size`` bytes tells of its last start, and of now."""
@@ -164,7 +191,7 @@ class FollowedFile:
         end = size
         while end > max(0, size - _LOOK_BACK):
             begin = max(0, end - _BLOCK)
-            at = self._pread(file, end - begin + len(_START), begin).rfind(_START)
+            at = os.pread(file, end - begin + len(_START), begin).rfind(_START)
             if at >= 0:
                 return max(0, begin + at - _BEFORE_START)
             end = begin
@@ -177,6 +204,10 @@ def identity_at(path: str) -> tuple[int, int] | None:
         status = os.stat(path)
     except OSError:
         return None
+    return _identity(status)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 

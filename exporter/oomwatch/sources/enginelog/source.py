@@ -31,7 +31,7 @@ class EngineLogSource:
     """Follows one engine's log. Not for use by several threads at once.
 
     Each pass takes about a second at most; what is left is read in the next. A log that cannot be read is told in a
-    SourceRun, and tried again.
+    SourceRun, and tried again from where reading stopped.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class EngineLogSource:
             self._pass(begin + _SECONDS_A_PASS)
         except CannotRead as problem:
             error = str(problem)
-            self._give_back()
         self._publish(SourceRun(self._clock(), "log", self._engine, not error, time.monotonic() - begin, error))
         return error
 
@@ -106,23 +105,24 @@ class EngineLogSource:
     # --- one pass --------------------------------------------------------------------------------------------
 
     def _pass(self, deadline: float) -> None:
-        followed = self._open()
+        followed = self._followed = self._followed or self._new()
+        try:
+            self._tell_on(followed, deadline)
+        finally:
+            if not followed.in_history:
+                self._tell_history()
+
+    def _tell_on(self, followed: FollowedFile | FollowedJournal, deadline: float) -> None:
         told = 0
         while time.monotonic() < deadline and told < _ENTRIES_A_PASS:
             piece = followed.read()
             if piece is None:
-                break
+                return
+            if not piece.history:
+                self._tell_history()  # it is older
             if piece.apart:
                 told += self._tell(self._reader.finish(), piece)
             told += self._tell(self._reader.feed(piece.data), piece)
-        if self._history and not followed.in_history:
-            self._tell_history()
-
-    def _open(self) -> FollowedFile | FollowedJournal:
-        if self._followed is None:
-            self._reader = Reader()
-            self._followed = self._new()
-        return self._followed
 
     def _new(self) -> FollowedFile | FollowedJournal:
         match self.place:
