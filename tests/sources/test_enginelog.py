@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from oomwatch.enginelog.lines import entry_of
 from oomwatch.enginelog.story import Story, tell
 from oomwatch.observations import LogLine, Observation, SourceRun
 from oomwatch.sources.enginelog import ContainerFile, EngineLogSource, File, Journal, Place, Places
-from oomwatch.sources.enginelog.files import CannotRead, FollowedFile
+from oomwatch.sources.enginelog.files import CannotRead, FollowedFile, Piece
 from oomwatch.sources.enginelog.journal import FollowedJournal
 from tests.sources.programs import wait_until
 
@@ -482,28 +483,219 @@ def journal() -> Iterator[tuple[str, Callable[[str], None]]]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_unit_s_lines_in_the_journal_are_told(journal: tuple[str, Callable[[str], None]]) -> None:
-    namespace, write = journal
+class Followed:
+    """A followed journal with a clock that a test moves, and what it gave."""
+
+    def __init__(self, namespace: str | None = None) -> None:
+        self.now = 0.0
+        self.journal = FollowedJournal("vllm.service", namespace, clock=lambda: self.now)
+        self.seen = b""
+        self.pieces: list[Piece] = []
+
+    def read(self) -> str:
+        """One read; what is wrong, if it is."""
+        try:
+            piece = self.journal.read()
+        except CannotRead as problem:
+            return str(problem)
+        if piece is not None:
+            self.pieces.append(piece)
+            self.seen += piece.data
+        return ""
+
+    def read_until(self, line: str) -> None:
+        def has() -> bool:
+            assert self.read() == ""
+            return line.encode() in self.seen
+
+        wait_until(has, f"read: {line}")
+
+    def end_journalctl(self) -> None:
+        (process,) = (child for child in psutil.Process().children() if child.name() == "journalctl")
+        process.kill()
+        wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE, "journalctl has ended")
+
+
+@pytest.fixture
+def followed(journal: tuple[str, Callable[[str], None]]) -> Iterator[Followed]:
+    followed = Followed(journal[0])
+    yield followed
+    followed.journal.close()
+
+
+def test_a_unit_s_lines_in_the_journal_are_told(journal: tuple[str, Callable[[str], None]], followed: Followed) -> None:
+    _, write = journal
     write(at(POOL))
-    followed = FollowedJournal("vllm.service", namespace)
-    seen = b""
-
-    def has(line: str) -> bool:
-        nonlocal seen
-        piece = followed.read()
-        seen += piece.data if piece is not None else b""
-        return line.encode() in seen
-
-    try:
-        wait_until(lambda: has(at(POOL)), "the line before is read")
-        write(at(FAILED))
-        wait_until(lambda: has(at(FAILED)), "the line after is read")
-        assert seen.decode() == at(POOL) + at(FAILED)
-    finally:
-        followed.close()
+    followed.read_until(at(POOL))
+    write(at(FAILED))
+    followed.read_until(at(FAILED))
+    assert followed.seen.decode() == at(POOL) + at(FAILED)
 
 
-def test_a_journal_that_cannot_be_read_is_told_and_its_reader_ended() -> None:
+def test_when_journalctl_has_ended_each_line_is_told_once_and_none_is_lost(
+    journal: tuple[str, Callable[[str], None]], followed: Followed
+) -> None:
+    _, write = journal
+    write("before")
+    followed.read_until("before\n")
+    write("with it")
+    followed.read_until("with it\n")
+    followed.end_journalctl()
+    wait_until(lambda: "journalctl ended for unit vllm.service" in followed.read(), "its end is told")
+    write("without it")
+    assert "journalctl ended for unit vllm.service" in followed.read()
+    followed.now += 61
+    followed.read_until("without it\n")
+    write("with another")
+    followed.read_until("with another\n")
+    assert followed.seen == b"before\nwith it\nwithout it\nwith another\n"
+
+
+def test_all_that_is_read_back_is_there_before_nothing_is(
+    journal: tuple[str, Callable[[str], None]], followed: Followed
+) -> None:
+    namespace, write = journal
+    for _ in range(3000):
+        write(NOISE)
+    write("the last")
+    followed.read_until("the last\n")
+    another = Followed(namespace)
+    while (piece := another.journal.read()) is not None:
+        another.seen += piece.data
+    another.journal.close()
+    assert another.seen == NOISE.encode() * 3000 + b"the last\n"
+
+
+def test_lines_of_any_bytes_come_whole(journal: tuple[str, Callable[[str], None]], followed: Followed) -> None:
+    namespace, _ = journal
+    message = b"\x1b[31mred\x1b[0m\nsecond \xff line " + b"x" * 1000
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as writer:
+        fields = b"MESSAGE\n" + len(message).to_bytes(8, "little") + message + b"\nOBJECT_SYSTEMD_UNIT=vllm.service\n"
+        writer.sendto(fields, f"/run/systemd/journal.{namespace}/socket")
+    wait_until(lambda: followed.read() == "" and followed.seen != b"", "the line is read")
+    assert followed.seen == message + b"\n"
+
+
+@pytest.fixture
+def followed_here() -> Iterator[Followed]:
+    followed = Followed()
+    yield followed
+    followed.journal.close()
+
+
+def entry(line: str, t: float, number: int = 1) -> str:
+    """A line as journalctl exports it."""
+    return f"__CURSOR=s=a;i={number}\n__REALTIME_TIMESTAMP={t * 1e6:.0f}\nMESSAGE={line.rstrip()}\n\n"
+
+
+class StandIn:
+    """A program in journalctl's place, which does what a test cannot have the real one do."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._program = folder / "bin" / "journalctl"
+        self._program.parent.mkdir()
+        self._starts = folder / "starts"
+        self._starts.touch()
+        monkeypatch.setenv("PATH", str(self._program.parent))
+
+    def does(self, script: str) -> None:
+        self._program.write_text(f'#!/bin/sh\necho "$@" >> {self._starts}\n{script}\n')
+        self._program.chmod(0o755)
+
+    def writes_and_stays(self, *entries: str) -> None:
+        self.does("/bin/cat << 'END'\n" + "".join(entries) + "END\nexec /bin/sleep 60")
+
+    @property
+    def starts(self) -> list[str]:
+        """The arguments of each."""
+        return self._starts.read_text().splitlines()
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return StandIn(tmp_path, monkeypatch)
+
+
+DENIED = "No journal files were opened due to insufficient permissions."
+
+
+def test_a_journalctl_that_ends_at_once_is_started_once_a_minute_and_no_more(stand_in: StandIn) -> None:
+    stand_in.does(f"echo '{DENIED}' >&2; exit 1")
+    source = Source(Journal("vllm.service"))
+    errors = set()
+    for _ in range(5):
+        assert source.read() == []
+        errors.add(source.error)
+    assert not source.up
+    assert errors == {f"journalctl ended for unit vllm.service: {DENIED} Let oomwatch's user read the journal"}
+    assert len(stand_in.starts) == 1
+    source.source.close()
+    assert len(stand_in.starts) == 1
+
+
+def test_one_that_is_not_there_yet_or_cannot_be_started_is_tried_again(
+    stand_in: StandIn, followed_here: Followed, tmp_path: Path
+) -> None:
+    followed = followed_here
+    assert "journalctl is not installed here" in followed.read()
+    stand_in.writes_and_stays(entry("told", time.time()))
+    assert "journalctl is not installed here" in followed.read()
+    (tmp_path / "bin" / "journalctl").write_text("#!/not/there\n")
+    followed.now += 61
+    assert "journalctl cannot be started: no such file or directory" in followed.read()
+    stand_in.writes_and_stays(entry("told", time.time()))
+    followed.now += 61
+    followed.read_until("told\n")
+
+
+def test_what_it_wrote_before_it_ended_is_told(stand_in: StandIn) -> None:
+    stand_in.does(f"echo '{entry(at(POOL), time.time() - 300)}'")
+    source = Source(Journal("vllm.service"))
+    assert source.read_on(1) == ["kv_pool"]
+    wait_until(lambda: source.read() == [] and not source.up, "its end is told")
+    source.source.close()
+
+
+def test_the_next_goes_on_behind_the_last_line_that_was_there_whole(stand_in: StandIn, followed_here: Followed) -> None:
+    followed = followed_here
+    whole, torn = entry(at(POOL), NOW, 7), entry(at(FAILED), NOW, 8)
+    stand_in.does(f"printf %s '{whole + torn[:40]}'")
+    followed.read_until(at(POOL))
+    wait_until(lambda: "exit status 0" in followed.read(), "its end is told")
+    stand_in.writes_and_stays(torn)
+    followed.now += 61
+    followed.read_until(at(FAILED))
+    assert followed.seen.decode() == at(POOL) + at(FAILED)
+    first, second = stand_in.starts
+    assert "--lines=20000" in first
+    assert "--after-cursor=s=a;i=7 --no-tail" in second
+
+
+def test_old_lines_are_told_with_their_age_before_new_ones_though_they_come_together(stand_in: StandIn) -> None:
+    begun = time.time()
+    stand_in.writes_and_stays(
+        entry(at(START, "11-30 08:50:00"), begun - 600, 1),
+        entry(at(POOL, "11-30 08:59:30"), begun - 30, 2),
+        entry(at(FAILED, "11-30 09:00:10"), begun + 10, 3),
+    )
+    source = Source(Journal("vllm.service"))
+    assert source.read_on(3) == ["start", "kv_pool", "died"]
+    assert source.ages() == pytest.approx([600, 30, 0], abs=5)
+    assert source.ages()[-1] == 0.0
+    source.source.close()
+
+
+def test_one_that_shows_nothing_but_a_complaint_is_a_failure_and_stays(stand_in: StandIn) -> None:
+    hint = "Hint: You are currently not seeing messages from other users and the system.\n      Pass -q to turn it off."
+    stand_in.does(f"echo '{hint}' >&2; exec /bin/sleep 60")
+    source = Source(Journal("vllm.service"))
+    wait_until(lambda: source.read() == [] and not source.up, "the complaint is told")
+    assert "Hint: You are currently not seeing messages from other users and the system. Let" in source.error
+    assert len(stand_in.starts) == 1
+    source.source.close()
+
+
+def test_a_journal_that_cannot_be_followed_is_told() -> None:
     with pytest.raises(CannotRead, match="no unit's name"):
         FollowedJournal("--vacuum-size=1")
     source = Source(Journal("no such unit"))
