@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,4 +160,40 @@ def test_the_log_of_an_engine_is_found_by_its_processes_and_followed_through_its
         assert told() == 1  # the same file goes on: nothing is told twice
     feed.configure(config(second, enabled=False))
     assert "log chat" not in feed.jobs()
+    feed.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"url": "http://127.0.0.1:2"}, {"probe": {"model": "m"}}, {"log_text": True}],
+    ids=["address", "probe", "text-is-kept"],
+)
+def test_a_log_is_followed_through_changes_of_everything_else(tmp_path: Path, change: dict[str, Any]) -> None:
+    published: list[Observation] = []
+    log = tmp_path / "vllm.log"
+    line = "ERROR 11-30 09:00:00 [x.py:1] EngineCore failed to start.\n"
+    log.write_text(line)
+
+    def config(url: str = "http://127.0.0.1:1", log_text: bool = False, **engine: object) -> Config:
+        return Config.model_validate(
+            {
+                "engines": [{"name": "chat", "url": url, "log": {"file": str(log)}, **engine}],
+                "history": {"log_text": log_text},
+                "nvml": {"enabled": False},
+                "discovery": {"enabled": False},
+            }
+        )
+
+    def told() -> list[LogLine]:
+        published.clear()
+        feed.read_log("chat")
+        return [one for one in published if isinstance(one, LogLine)]
+
+    feed = NodeFeed(config(), published.append, lambda: EMPTY)
+    assert len(told()) == 1
+    feed.configure(config(**change))
+    with log.open("a") as more:
+        more.write(line)
+    (only,) = told()
+    assert only.line == (line.rstrip() if "log_text" in change else None)
     feed.close()

@@ -333,11 +333,13 @@ class NodeFeed:
                 self._publish(EngineUpdate(self._clock(), facts))
             self._follow_log(old, settings)
             return
+        log = None
         if old is not None:
+            log, old.log = old.log, None  # it goes on: a page that is asked differently is written by the same engine
             old.close()
         scraper = EngineScraper(facts.name, facts.target, options, self._clock) if facts.target else None
         probe = self._probe(facts, asked, options) if asked is not None and facts.target else None
-        engine = _Engine(facts, made_from, scraper, probe, asked.interval if asked else 0.0)
+        engine = _Engine(facts, made_from, scraper, probe, asked.interval if asked else 0.0, log)
         self._engines[facts.name] = engine
         self._publish(EngineUpdate(self._clock(), facts))
         self._follow_log(engine, settings)
@@ -356,7 +358,8 @@ class NodeFeed:
                 return
         old = engine.log
         text = self._config.history.log_text
-        if old is not None and place is not None and old.keep_text == text and old.follows_the_same(place):
+        if old is not None and place is not None and old.follows_the_same(place):
+            old.keep_text = text
             return
         engine.log = None
         if place is not None:
