@@ -15,6 +15,7 @@ from oomwatch.observations import (
     NOT_READ,
     STALE,
     Absent,
+    Adapters,
     AllocationFailure,
     AllocatorReport,
     BlockOwners,
@@ -158,7 +159,7 @@ def engine(name: str = "llama-8b", ranks: tuple[RankReading, ...] = ()) -> Engin
     """A working engine that nothing is known of on the host."""
     scrape = EngineScrape(
         t=NOW, engine=name, state="ok", seconds=0.012, ranks=ranks or (rank(),), model_name="org/llama-8b",
-        kv_connector=False,
+        kv_connector=False, adapters=Adapters(seen=3, slots=4),
     )  # fmt: skip
     return EngineView(
         facts=EngineFacts(name, target="http://127.0.0.1:8000/metrics", max_model_len=8192, vllm_version="0.32.0"),

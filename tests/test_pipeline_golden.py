@@ -26,7 +26,7 @@ from tests.nvml_sim import GIB, MigSlice, Process, Sim, load_into_pynvml
 from tests.sources.vllm.servers import Engine, FakeVllm
 
 CAPTURES = Path(__file__).parent / "data" / "captures"
-VERSIONS = sorted(path.name for path in CAPTURES.iterdir() if path.is_dir())
+VERSIONS = sorted({path.parent.name for path in CAPTURES.glob("*/*saturated*.prom")})
 NOW = 1_790_000_000.0
 
 # Wall-clock values differ from one run to the next; that they are there is what the golden pages say.

@@ -263,6 +263,17 @@ class RankReading:
     pool: Pool = field(default_factory=Pool)
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA adapters of an engine: ``seen`` are the distinct ones that its page has named since its start.
+
+    ``slots`` is how many can be on the device at once (--max-loras). Their names are the tenants', and are not kept.
+    """
+
+    seen: int
+    slots: int
+
+
 SCRAPE_STATES = (
     "ok",
     "stats_disabled",  # the page has no vllm: series at all (--disable-log-stats)
@@ -300,6 +311,7 @@ class EngineScrape:
     version: Maybe[str] = NOT_KNOWN  # from /version
     process_start: Maybe[float] = NOT_EXPOSED  # unix time, of the API server
     kv_connector: Maybe[bool] = NOT_KNOWN
+    adapters: Maybe[Adapters] = NOT_EXPOSED
     healthy: Maybe[bool] = NOT_READ  # /health: 200 or 503
     samples: Mapping[str, float] = field(default_factory=dict)
 

@@ -19,7 +19,7 @@ from oomwatch.config import Config
 from oomwatch.errors import InputError
 from oomwatch.observations import EngineFacts, EngineScrape, GpuPoll, Memory, Observation
 from oomwatch.sources.vllm.meaning import read_page
-from oomwatch.sources.vllm.names import SAMPLE_NAMES
+from oomwatch.sources.vllm.names import LORA_REQUESTS, SAMPLE_NAMES
 from oomwatch.sources.vllm.pages import PageError, samples_for_recording, samples_from_recording
 from oomwatch.sources.vllm.transport import Fetcher, FetchError, Location, ScrapeOptions
 
@@ -162,7 +162,7 @@ class Past:
 
     def _scrapes(self, target: Target, facts: EngineFacts, begin: float, end: float) -> Iterator[EngineScrape]:
         pages: dict[float, dict[str, float]] = {}
-        names = _any_of({*SAMPLE_NAMES, _SCRAPES})
+        names = _any_of({*_ASKED_FOR, _SCRAPES})
         fine: dict[float, bool] = {}
         for metric, points in self._read(f'{{__name__=~"{names}",{target.matcher}}}', begin, end):
             if metric.get("__name__") == _SCRAPES:
@@ -204,6 +204,8 @@ class Past:
             return [*self._read(selector, begin, middle), *self._read(selector, middle, end)]
 
 
+# Adapters have very many series, and matter to the memory of processes, which Prometheus does not have.
+_ASKED_FOR = tuple(name for name, plain in SAMPLE_NAMES.items() if plain != LORA_REQUESTS)
 _SIGNS = tuple(
     name
     for name, plain in SAMPLE_NAMES.items()

@@ -751,6 +751,7 @@ def _read(
         model_name=reading.model_name,
         process_start=reading.process_start,
         kv_connector=reading.kv_connector,
+        adapters=reading.adapters,
         samples=samples_for_recording(page),
     )
 

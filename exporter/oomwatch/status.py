@@ -758,6 +758,7 @@ def _engine(engine: EngineView) -> Plain:
         **_values(
             model_name=shown.model_name if shown else NOT_READ,
             kv_connector=shown.kv_connector if shown else NOT_READ,
+            lora_adapters=_mapped(shown.adapters, asdict) if shown else NOT_READ,
             gpu_memory_bytes=_mapped(engine.gpu_memory, dict),
             overhead_bytes=_mapped(engine.overhead, dict),
         ),

@@ -191,6 +191,7 @@ class DemoNode:
             version=server.spec.version,
             process_start=reading.process_start,
             kv_connector=reading.kv_connector,
+            adapters=reading.adapters,
             healthy=server.state != "dead",
             samples={sample.series: sample.value for sample in page.samples},
         )

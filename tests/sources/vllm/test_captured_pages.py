@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from oomwatch.observations import NOT_EXPOSED, NOT_KNOWN, EngineFacts, known
+from oomwatch.observations import NOT_EXPOSED, NOT_KNOWN, Adapters, EngineFacts, Maybe, known
 from oomwatch.sources.vllm.meaning import read_page
-from oomwatch.sources.vllm.names import SAMPLE_NAMES
+from oomwatch.sources.vllm.names import LORA_REQUESTS, SAMPLE_NAMES
 from oomwatch.sources.vllm.pages import read, samples_for_recording, samples_from_recording
 from tests import golden
 from tests.sources.vllm.captures import DATA, PAGES, capture, name_of, version_of
@@ -53,7 +53,11 @@ def test_prometheus_clients_own_parser_finds_the_same_samples(page: Path) -> Non
         for sample in family.samples
         if sample.name in SAMPLE_NAMES
     }
-    assert {sample.identity: sample.value for sample in read(page.read_bytes()).samples} == theirs
+    ours = {sample.identity: sample.value for sample in read(page.read_bytes()).samples}
+    # The series of adapters are counted, and their names are not kept.
+    assert {key: value for key, value in ours.items() if key[0] != LORA_REQUESTS} == {
+        key: value for key, value in theirs.items() if key[0] != LORA_REQUESTS
+    }
 
 
 # What the captures' notes say of each page: usage, running, waiting, preemptions, usable blocks and used ones, by rank.
@@ -142,3 +146,15 @@ def test_a_connector_is_seen_by_its_queries_and_never_guessed_before_traffic() -
     before, after = read_page(read(capture("0.32.0/01"))), read_page(read(capture("0.32.0/07")))
     assert (before.kv_connector, after.kv_connector) == (NOT_KNOWN, False)
     assert read_page(read(capture("0.32.0/07")), facts=EngineFacts("e", kv_connector=True)).kv_connector is True
+
+
+@pytest.mark.parametrize(
+    ("name", "adapters"),
+    [
+        ("0.32.0/03", NOT_EXPOSED),
+        ("0.32.0-lora/01", Adapters(seen=4, slots=2)),
+        ("0.8.5-V0-fakeworker/02", Adapters(seen=0, slots=0)),
+    ],
+)
+def test_adapters_are_those_that_were_asked(name: str, adapters: Maybe[Adapters]) -> None:
+    assert read_page(read(capture(name))).adapters == adapters

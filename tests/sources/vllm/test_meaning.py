@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oomwatch.observations import AMBIGUOUS, IMPLAUSIBLE, NOT_EXPOSED, NOT_KNOWN, EngineFacts
+from oomwatch.observations import AMBIGUOUS, IMPLAUSIBLE, NOT_EXPOSED, NOT_KNOWN, Adapters, EngineFacts
 from oomwatch.sources.vllm.meaning import read_page, release
 from oomwatch.sources.vllm.pages import samples_from_recording
 from tests.sources.vllm.captures import reading_of
@@ -208,6 +208,44 @@ def test_the_sleep_level_is_the_state_that_reads_1(level: str) -> None:
     states = ("awake", "weights_offloaded", "discard_all")
     lines = [f'vllm:engine_sleep_state{{engine="0",sleep_state="{s}"}} {int(s == level)}' for s in states]
     assert reading_of("\n".join(lines)).ranks[0].sleep_level == level
+
+
+def adapters(running: str, slots: object = 4, waiting: str = "", value: float = 1.8e9) -> str:
+    labels = f'max_lora="{slots}",running_lora_adapters="{running}",waiting_lora_adapters="{waiting}"'
+    return f"vllm:lora_requests_info{{{labels}}} {value}"
+
+
+def test_each_adapter_that_ever_ran_counts_once() -> None:
+    """vLLM leaves the series of each set that ever ran together on the page."""
+    page = [adapters(""), adapters("acme", waiting="initech"), adapters("globex,acme", value=1.9e9), adapters("hooli")]
+    assert reading_of("\n".join(page)).adapters == Adapters(seen=3, slots=4)
+
+
+def test_adapters_are_counted_whatever_the_values_of_several_api_servers_add_up_to() -> None:
+    assert reading_of(adapters("acme", value=3.6e9) + "\n" + adapters("globex", value=1.8e9)).adapters == Adapters(2, 4)
+
+
+def test_rays_spelling_of_adapters_is_understood() -> None:
+    spelled = adapters("acme").replace("vllm:", "ray_vllm_")
+    assert reading_of(spelled).adapters == Adapters(seen=1, slots=4)
+
+
+def test_a_page_without_the_series_of_adapters_tells_nothing_of_them() -> None:
+    assert reading_of("vllm:num_requests_running 1").adapters == NOT_EXPOSED
+
+
+def test_v0_without_lora_has_no_slot() -> None:
+    assert reading_of(adapters("", slots=0)).adapters == Adapters(seen=0, slots=0)
+
+
+@pytest.mark.parametrize("slots", ["None", "", "-1", "9" * 5000])
+def test_adapters_without_a_number_of_slots_are_not_known(slots: str) -> None:
+    assert reading_of(adapters("acme", slots=slots)).adapters == NOT_KNOWN
+
+
+def test_of_two_numbers_of_slots_the_larger_one_counts() -> None:
+    """After a restart over an old PROMETHEUS_MULTIPROC_DIR the former label sets stay beside the present ones."""
+    assert reading_of(adapters("acme", slots=2) + "\n" + adapters("acme", slots=8)).adapters == Adapters(1, 8)
 
 
 def test_an_incomplete_histogram_is_not_taken_for_a_whole_one() -> None:

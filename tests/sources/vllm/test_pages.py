@@ -244,6 +244,30 @@ def test_series_of_others_are_read_over_and_created_times_never_read() -> None:
     assert page.of_vllm
 
 
+def of_adapters(running: str, value: float = 1.8e9) -> str:
+    return f'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{running}",waiting_lora_adapters=""}} {value}'
+
+
+def test_names_of_adapters_end_in_the_reader() -> None:
+    page = read(f"{of_adapters('acme')}\n{of_adapters('acme,globex')}\n".encode())
+    assert "acme" not in repr(page)
+    assert samples_for_recording(page) == {'vllm:lora_requests_info{max_lora="4",adapters="2"}': 1.0}
+
+
+def test_a_recording_tells_as_much_of_adapters_as_the_page_with_their_names_or_without() -> None:
+    live = read(f"{of_adapters('acme')}\n{of_adapters('acme,globex')}\n".encode())
+    with_names = samples_from_recording({of_adapters(names).rpartition(" ")[0]: 1.8e9 for names in ("acme,globex", "")})
+    assert samples_from_recording(samples_for_recording(live)).samples == live.samples == with_names.samples
+
+
+@pytest.mark.parametrize("broken", [of_adapters("acme") + " x", of_adapters('acme",max_lora="1')])
+def test_no_error_tells_the_name_of_an_adapter(broken: str) -> None:
+    assert "acme" not in str(refused(f"{broken}\n".encode()))
+    with pytest.raises(PageError) as caught:
+        samples_from_recording({broken: 1.8e9})
+    assert "acme" not in str(caught.value)
+
+
 def test_an_empty_page_has_nothing_and_is_no_error() -> None:
     assert read(b"") == Page()
 

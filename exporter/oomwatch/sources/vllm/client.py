@@ -85,6 +85,7 @@ class EngineScraper:
             version=self._version or NOT_KNOWN,
             process_start=reading.process_start,
             kv_connector=reading.kv_connector,
+            adapters=reading.adapters,
             healthy=healthy,
             samples=samples_for_recording(page),
         )

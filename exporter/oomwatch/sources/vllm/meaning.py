@@ -27,6 +27,7 @@ from oomwatch.observations import (
     NOT_EXPOSED,
     NOT_KNOWN,
     Absent,
+    Adapters,
     EngineFacts,
     Histogram,
     Maybe,
@@ -34,8 +35,8 @@ from oomwatch.observations import (
     RankReading,
     known,
 )
-from oomwatch.sources.vllm.names import BY_FIELD, CACHE_CONFIG, CONFIG_LABELS, Meaning
-from oomwatch.sources.vllm.pages import Page, Sample
+from oomwatch.sources.vllm.names import BY_FIELD, CACHE_CONFIG, CONFIG_LABELS, LORA_REQUESTS, Meaning
+from oomwatch.sources.vllm.pages import COUNTED_ADAPTERS, Page, Sample
 
 Version = tuple[int, int, int]
 
@@ -58,6 +59,7 @@ class PageReading:
     model_name: Maybe[str] = NOT_EXPOSED
     process_start: Maybe[float] = NOT_EXPOSED
     kv_connector: Maybe[bool] = NOT_KNOWN
+    adapters: Maybe[Adapters] = NOT_EXPOSED
 
 
 class Accounting(Enum):
@@ -118,6 +120,7 @@ def read_page(page: Page, version: str | None = None, facts: EngineFacts | None 
         model_name=_model_name(page.samples),
         process_start=process_start,
         kv_connector=_kv_connector(page, configs.values(), ranks, facts),
+        adapters=_adapters(page),
     )
 
 
@@ -490,6 +493,14 @@ def _kv_connector(
     if asked > 0:
         return True
     return False if (_sum(rank.prompt_tokens for rank in ranks) or 0) > 0 else NOT_KNOWN
+
+
+def _adapters(page: Page) -> Maybe[Adapters]:
+    for sample in page.samples:
+        if sample.name == LORA_REQUESTS:
+            slots = sample.labels.get("max_lora")
+            return NOT_KNOWN if slots is None else Adapters(int(sample.labels[COUNTED_ADAPTERS]), int(slots))
+    return NOT_EXPOSED
 
 
 def _sum(values: Iterable[Maybe[float]]) -> float | None:

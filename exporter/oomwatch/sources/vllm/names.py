@@ -56,6 +56,7 @@ class Meaning:
 
 
 CACHE_CONFIG = "vllm:cache_config_info"
+LORA_REQUESTS = "vllm:lora_requests_info"
 
 MEANINGS: tuple[Meaning, ...] = (
     Meaning(
@@ -211,6 +212,16 @@ MEANINGS: tuple[Meaning, ...] = (
             Exposed("vllm:simple_kv_offload_used_blocks", "0.33"),
         ),
         note="only that one of them is there matters, not its value",
+    ),
+    Meaning(
+        "adapters",
+        "info",
+        "labels",
+        (Exposed(LORA_REQUESTS, "0.6.6", note="V1 only with --enable-lora; V0 always, with max_lora 0 without it"),),
+        ("max_lora", "running_lora_adapters"),
+        per_rank=False,
+        note="a series for each set of adapters that ever ran together, none ever taken away; its value, a unix time, "
+        "is a sum with several API servers; V1 lists those that run and those that wait under both labels",
     ),
     Meaning(
         "process_start",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from oomwatch.sources.vllm.names import SAMPLE_NAMES, is_vllm
+from oomwatch.sources.vllm.names import LORA_REQUESTS, SAMPLE_NAMES, is_vllm
 
 _NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 _STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
@@ -30,6 +30,8 @@ _USUAL_LINE = re.compile(rf"{_USUAL} ({_NUMBER})")
 _USUAL_SERIES = re.compile(_USUAL)
 _NUMBER_ALONE = re.compile(_NUMBER)
 _LONGEST_REMEMBERED = 512  # characters of a line
+_LONGEST_COUNT = 9  # digits
+COUNTED_ADAPTERS = "adapters"  # the label in the place of adapters' names
 _ONE_LABEL = re.compile(rf"(?:([a-zA-Z_][a-zA-Z0-9_]*)|({_STRING}))(?:[ \t]*=[ \t]*({_STRING}))?")
 _SERIES = re.compile(rf"({_NAME})?({_LABELS})?")
 _ESCAPE = re.compile(r'\\([\\n"])')
@@ -132,13 +134,13 @@ def _read_lines(lines: list[str], grammar: re.Pattern[str], openmetrics: bool) -
         if match is None:
             if not line.strip(" \t"):
                 continue
-            raise PageError("not_metrics", f"line {number} is not in the Prometheus text format: {line[:80]!r}")
+            raise PageError("not_metrics", f"line {number} is not in the Prometheus text format: {_shown(line)}")
         name, labels, value = match.groups()
         if name is None or name in SAMPLE_NAMES:
             try:
                 sample = _sample(name, labels, float(value))
             except ValueError as error:
-                raise PageError("not_metrics", f"line {number}: {error}: {line[:80]!r}") from None
+                raise PageError("not_metrics", f"line {number}: {error}: {_shown(line)}") from None
             names.add(sample.name)
             if sample.name in SAMPLE_NAMES and math.isfinite(sample.value):
                 known.append(sample)
@@ -159,8 +161,9 @@ def _stranger(series: str) -> str:
 
 def _sample(name: str | None, braces: str | None, value: float) -> Sample:
     """Take a matched line apart. Raises ValueError where a label is given twice or the metric has no name."""
-    short = len(braces or "") <= _LONGEST_REMEMBERED
-    named, labels = _remembered_parts(name, braces) if short else _parts(name, braces)
+    # Sets of adapters are so many that they would push everything else out.
+    remembered = len(braces or "") <= _LONGEST_REMEMBERED and SAMPLE_NAMES.get(name or "") != LORA_REQUESTS
+    named, labels = _remembered_parts(name, braces) if remembered else _parts(name, braces)
     return Sample(named + (braces or ""), SAMPLE_NAMES.get(named, named), labels, value)
 
 
@@ -190,9 +193,14 @@ def _unquote(text: str) -> str:
     return _ESCAPE.sub(lambda match: _UNESCAPED[match[1]], inner) if "\\" in inner else inner
 
 
+def _shown(line: str) -> str:
+    """The beginning of a line for a message; nothing of one that may have names of adapters."""
+    return f"a line of {LORA_REQUESTS}" if "lora_requests_info" in line else repr(line[:80])
+
+
 def _unique(samples: list[Sample]) -> tuple[Sample, ...]:
     first: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
-    for sample in samples:
+    for sample in _with_adapters_counted(samples):
         earlier = first.setdefault(sample.identity, sample)
         if earlier.value != sample.value:
             raise PageError(
@@ -201,6 +209,26 @@ def _unique(samples: list[Sample]) -> tuple[Sample, ...]:
                 "two servers seem to write one page",
             )
     return tuple(first.values())
+
+
+def _with_adapters_counted(samples: list[Sample]) -> list[Sample]:
+    """The samples, all those of LoRA adapters as one that counts them: their names are the tenants', and end here."""
+    rest = [sample for sample in samples if sample.name != LORA_REQUESTS]
+    if len(rest) == len(samples):
+        return samples
+    found = [sample.labels for sample in samples if sample.name == LORA_REQUESTS]
+    names = {name for labels in found for name in labels.get("running_lora_adapters", "").split(",") if name}
+    seen = max([len(names), *_whole_numbers(found, COUNTED_ADAPTERS)])
+    slots = max(_whole_numbers(found, "max_lora"), default=None)
+    labels = {} if slots is None else {"max_lora": str(slots)}
+    labels[COUNTED_ADAPTERS] = str(seen)
+    shown = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    return [*rest, Sample(f"{LORA_REQUESTS}{{{shown}}}", LORA_REQUESTS, labels, 1.0)]
+
+
+def _whole_numbers(labelled: list[Mapping[str, str]], label: str) -> list[int]:
+    texts = (labels.get(label, "") for labels in labelled)
+    return [int(text) for text in texts if text.isdecimal() and len(text) <= _LONGEST_COUNT]
 
 
 def samples_for_recording(page: Page) -> dict[str, float]:
@@ -222,7 +250,7 @@ def samples_from_recording(recorded: Mapping[str, float]) -> Page:
                 raise ValueError("this is no series")
             sample = _sample(match[1], match[2], float(value))
         except ValueError as error:
-            raise PageError("not_metrics", f"{error}: {series[:80]!r}") from None
+            raise PageError("not_metrics", f"{error}: {_shown(series)}") from None
         names.add(sample.name)
         if sample.name in SAMPLE_NAMES and math.isfinite(sample.value):
             known.append(sample)
