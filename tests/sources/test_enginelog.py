@@ -685,6 +685,25 @@ def test_old_lines_are_told_with_their_age_before_new_ones_though_they_come_toge
     source.source.close()
 
 
+def test_of_a_line_that_the_journal_cut_the_parts_after_the_first_are_left_out(stand_in: StandIn) -> None:
+    now = time.time() + 1
+
+    def part(text: str, number: int, stream: str, broken: bool) -> str:
+        more = f"_STREAM_ID={stream}\n" + ("_LINE_BREAK=line-max\n" if broken else "")
+        return entry(text, now, number)[:-1] + more + "\n"
+
+    stand_in.writes_and_stays(
+        part("INFO prompt: 'x", 1, "a", broken=True),
+        part(at(FAILED), 2, "a", broken=True),
+        part(at(POOL), 3, "b", broken=False),
+        part(at(FAILED), 4, "a", broken=False),
+        part(at(START), 5, "a", broken=False),
+    )
+    source = Source(Journal("vllm.service"))
+    assert source.read_on(2) == ["kv_pool", "start"]
+    source.source.close()
+
+
 def test_one_that_shows_nothing_but_a_complaint_is_a_failure_and_stays(stand_in: StandIn) -> None:
     hint = "Hint: You are currently not seeing messages from other users and the system.\n      Pass -q to turn it off."
     stand_in.does(f"echo '{hint}' >&2; exec /bin/sleep 60")

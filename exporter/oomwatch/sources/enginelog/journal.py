@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -29,6 +29,7 @@ _WAIT_FOR_HISTORY = 0.2  # seconds that it may take for the next, while it reads
 _RESTART_AFTER = 60.0  # seconds between two tries
 _SAID_KEPT = 4096  # bytes of what journalctl complains of
 _UNIT = re.compile(r"[\w@:.\\-]+\Z")
+_FIELDS = "--output-fields=MESSAGE,_STREAM_ID,_LINE_BREAK"
 _FIELD = re.compile(rb"[A-Z0-9_]+\Z")
 
 
@@ -60,14 +61,16 @@ class FollowedJournal:
         self._wait = 0.0
         self._said = b""
         self._rest = b""  # of an entry that is not there whole
+        self._broken: set[bytes] = set()  # streams whose line was cut by the journal, and goes on in the next entry
         self._lines: deque[_Line] = deque()
         self._cursor: str | None = None
 
     def read(self) -> Piece | None:
         """The next whole lines; None where none are there now. Raises CannotRead."""
-        if not self._lines:
-            self._fetch()
-        return self._piece() if self._lines else None
+        while not self._lines:
+            if not self._fetch():
+                return None
+        return self._piece()
 
     def close(self) -> None:
         """End journalctl."""
@@ -93,18 +96,21 @@ class FollowedJournal:
     def _was_there(self, line: _Line) -> bool:
         return line.t < self._began
 
-    def _fetch(self) -> None:
+    def _fetch(self) -> bool:
+        """Take what journalctl wrote; False where that is nothing."""
         process = self._running()
         data = self._available(process)
         if data is None:
             self._wait = 0.0
             if self._said and self._cursor is None:
                 raise CannotRead(f"journalctl shows no line of unit {self.unit}: {_last(self._said)}. {_ADVICE}")
-        elif data:
-            self._lines.extend(self._cut(self._rest + data))
-            self._wait = _WAIT_FOR_HISTORY if self._lines and self._was_there(self._lines[-1]) else 0.0
-        else:
-            self._ended(process)
+            return False
+        if not data:
+            raise self._ended(process)
+        self._lines.extend(self._cut(self._rest + data))
+        if self._lines:
+            self._wait = _WAIT_FOR_HISTORY if self._was_there(self._lines[-1]) else 0.0
+        return True
 
     def _cut(self, data: bytes) -> Iterator[_Line]:
         """The lines of all entries that are there whole."""
@@ -113,8 +119,18 @@ class FollowedJournal:
             fields, at = found
             if b"__CURSOR" in fields:
                 self._cursor = fields[b"__CURSOR"].decode(errors="replace")
-                yield _Line(int(fields.get(b"__REALTIME_TIMESTAMP", b"0")) / 1e6, fields.get(b"MESSAGE", b"") + b"\n")
+                yield _Line(int(fields.get(b"__REALTIME_TIMESTAMP", b"0")) / 1e6, self._text(fields))
         self._rest = data[at:]
+
+    def _text(self, fields: Mapping[bytes, bytes]) -> bytes:
+        """The line of an entry; nothing of one that only goes on: without its beginning nobody can tell what it is."""
+        stream = fields.get(b"_STREAM_ID", b"")
+        goes_on = stream in self._broken
+        if fields.get(b"_LINE_BREAK") == b"line-max":  # LineMax= of journald.conf, 48 KiB
+            self._broken.add(stream)
+        else:
+            self._broken.discard(stream)
+        return b"" if goes_on else fields.get(b"MESSAGE", b"") + b"\n"
 
     # --- journalctl ------------------------------------------------------------------------------------------
 
@@ -132,7 +148,7 @@ class FollowedJournal:
             raise self._because(
                 "journalctl is not installed here. Name the log's file instead, or run oomwatch on the host"
             )
-        command = [program, "--no-pager", "--follow", "--output=export", "--output-fields=MESSAGE"]
+        command = [program, "--no-pager", "--follow", "--output=export", _FIELDS]
         command += [f"--unit={self.unit}"]
         command += [f"--namespace={self._namespace}"] if self._namespace else []
         command += [f"--after-cursor={self._cursor}", "--no-tail"] if self._cursor else [f"--lines={_LINES_BACK}"]
@@ -164,11 +180,11 @@ class FollowedJournal:
             with suppress(BlockingIOError):
                 self._said = (self._said + os.read(stream.fileno(), _CHUNK))[-_SAID_KEPT:]
 
-    def _ended(self, process: subprocess.Popen[bytes]) -> None:
+    def _ended(self, process: subprocess.Popen[bytes]) -> CannotRead:
         self._listen(process.stderr)
         self.close()
         why = _last(self._said) or f"exit status {process.returncode}"
-        raise self._because(f"journalctl ended for unit {self.unit}: {why}. {_ADVICE}")
+        return self._because(f"journalctl ended for unit {self.unit}: {why}. {_ADVICE}")
 
     def _because(self, problem: str) -> CannotRead:
         """What is wrong until the next try."""
