@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TypeVar
 
 import pytest
@@ -25,8 +26,10 @@ from oomwatch.detectors.registry import About, Kind
 from oomwatch.judge import Defaults, Judge
 from oomwatch.node import Cadence, Node
 from oomwatch.observations import (
+    NOT_EXPOSED,
     NOT_READ,
     Absent,
+    Adapters,
     AllocatorReport,
     BlockOwners,
     DriverReport,
@@ -36,6 +39,7 @@ from oomwatch.observations import (
     GpuPoll,
     GpuProcess,
     HostProcess,
+    Maybe,
     Memory,
     MigInstance,
     Observation,
@@ -293,6 +297,65 @@ class TestLives:
         samples = court.told(RANK, RankSample)
         assert [sample.since for sample in samples] == [None, 10, None]
         assert [sample.segment_start for sample in samples] == [10, 10, 30]
+
+
+class TestAdapters:
+    """Of LoRA. The load of one begins a new segment of memory, and of nothing else."""
+
+    def course(self, *pages: Maybe[Adapters] | int, slots: int = 3) -> Court:
+        """A scrape and a poll for each; a number is that of adapters seen."""
+        court = Court("rank", "held").hear(FACTS)
+        for number, page in enumerate(pages):
+            adapters = Adapters(page, slots) if isinstance(page, int) else page
+            t = 10.0 * (number + 1)
+            court.hear(replace(scrape(t, rank(tokens=t)), adapters=adapters), poll(t, GpuProcess(100, GIB)))
+        return court
+
+    def loads(self, *pages: Maybe[Adapters] | int, slots: int = 3) -> list[bool]:
+        """For each page but the first whether a new segment of memory began with it."""
+        segments = [sample.segment for sample in self.course(*pages, slots=slots).told(HELD, HeldSample)]
+        return [now > before for before, now in pairwise(segments)]
+
+    def test_one_that_was_never_seen_is_a_load(self) -> None:
+        assert self.loads(0, 1, 1, 2) == [True, False, True]
+
+    def test_several_at_once_are_one(self) -> None:
+        assert self.loads(0, 3, 3) == [True, False]
+
+    def test_those_of_the_first_page_are_known(self) -> None:
+        assert self.loads(2, 2, 3) == [False, True]
+
+    def test_once_all_slots_are_taken_a_new_one_takes_anothers_place(self) -> None:
+        assert self.loads(2, 3, *range(4, 1000)) == [True, *[False] * 996]
+
+    def test_where_more_were_seen_than_there_are_slots_none_is_a_load(self) -> None:
+        assert self.loads(7, 8, 9) == [False, False]
+
+    def test_a_page_that_does_not_tell_changes_nothing(self) -> None:
+        assert self.loads(NOT_EXPOSED, 1, NOT_EXPOSED, 1, 2) == [False, False, False, True]
+
+    def test_a_count_that_falls_brings_no_load_when_it_rises_again(self) -> None:
+        """Servers whose series do not stay on the page, as several behind one address."""
+        assert self.loads(0, 2, 1, 2, 0, 2) == [True, False, False, False, False]
+
+    def test_an_engine_without_slots_loads_none(self) -> None:
+        assert self.loads(0, 1, slots=0) == [False]
+
+    def test_a_restarted_engine_begins_anew(self) -> None:
+        court = self.course(0, 3)
+        for t, seen in ((30.0, 1), (40.0, 2)):
+            page = replace(scrape(t, rank(tokens=t - 29)), adapters=Adapters(seen, 3))
+            court.hear(page, poll(t, GpuProcess(100, GIB)))
+        segments = [sample.segment for sample in court.told(HELD, HeldSample)]
+        assert segments == sorted(set(segments)), "one of the restart, and one of the load after it"
+
+    def test_the_account_of_the_kv_pool_goes_on(self) -> None:
+        assert {sample.segment for sample in self.course(0, 1, 2, 3).told(RANK, RankSample)} == {1}
+
+    def test_an_allocator_is_told_of_in_the_segment_of_its_process_and_in_the_life_of_its_engine(self) -> None:
+        court = self.course(0, 1).hear(AllocatorReport(30, 100, "GPU-1"))
+        (told,), (*_, held) = court.told(HELD, AllocatorSample), court.told(HELD, HeldSample)
+        assert (told.segment, told.life, told.life_start) == (held.segment, 1, 10)
 
 
 class TestVerdicts:

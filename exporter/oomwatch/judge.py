@@ -37,6 +37,7 @@ from oomwatch.node import Node
 from oomwatch.observations import (
     NOT_READ,
     Absent,
+    Adapters,
     AllocatorReport,
     BlockOwners,
     DriverReport,
@@ -103,11 +104,18 @@ class Life:
 
     segment: int = 0
     segment_start: float = 0.0
+    adapters: int | None = None  # distinct ones that have been seen in this life, None before the first word of them
+    loads: int = 0  # of adapters that took memory
     ready_since: float = 0.0
     restarts: int = 0
     last: dict[str, float] = field(default_factory=dict)  # by rank: time of its last reading
     signature: dict[tuple[str, str], object] = field(default_factory=dict)
     away: bool = False  # its processes ended since the last page
+
+    @property
+    def memory_segment(self) -> int:
+        """Of what its processes hold: the load of a LoRA adapter, which leaves the KV pool as it is, begins one too."""
+        return self.segment + self.loads
 
 
 @dataclass
@@ -287,11 +295,22 @@ class Judge:
             life.segment += 1
             life.segment_start = t
             life.last.clear()
+        self._follow_adapters(life, None if restarted else life.adapters, scrape.adapters)
         if restarted or not life.ready_since:
             life.ready_since = t
         # What a page leaves out (gauges without traffic yet) is no change: the last known value stays.
         life.signature = signature if restarted else {**life.signature, **signature}
         life.restarts, life.away = restarts, False
+
+    @staticmethod
+    def _follow_adapters(life: Life, before: int | None, adapters: Maybe[Adapters]) -> None:
+        """Those of the first page were there before us; once all slots are taken, a new one takes another's place."""
+        life.adapters = before
+        if isinstance(adapters, Absent):
+            return
+        if before is not None and before < min(adapters.seen, adapters.slots):
+            life.loads += 1
+        life.adapters = max(adapters.seen, before or 0)
 
     def _tell_rank(self, sample: RankSample) -> None:
         self._tell(self._seats("rank", sample.engine, sample.rank), sample)
@@ -386,8 +405,7 @@ class Judge:
                 used=process.used,
                 total=memory.total if memory else None,
                 free=memory.free if memory else None,
-                segment=life.segment,
-                segment_start=life.segment_start,
+                segment=life.memory_segment,
                 asleep=self.node.asleep(engine),
             )
             self._tell(self._seats("held", engine, view.uuid, process.pid), sample)
@@ -412,8 +430,9 @@ class Judge:
             engine=engine,
             report=report,
             memory=self.node.memory_of(report.gpu),
-            segment=life.segment,
-            segment_start=life.segment_start,
+            segment=life.memory_segment,
+            life=life.segment,
+            life_start=life.segment_start,
             # The engine may have answered in a life before that of this process.
             ready_since=life.ready_since if life.ready_since > (report.started or 0.0) else None,
             asleep=self.node.asleep(engine),

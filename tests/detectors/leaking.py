@@ -132,7 +132,6 @@ def held(t: float, used: float, *, total: int = 80 * GIB, segment: int = 1, asle
         total=total,
         free=total - granular,
         segment=segment,
-        segment_start=0.0,
         asleep=asleep,
     )
 
@@ -162,7 +161,7 @@ def allocator(
     }
     memory = None if driver_free is None else Memory(80 * GIB, 0, 80 * GIB - int(driver_free), int(driver_free))
     report = AllocatorReport(t, 7, "GPU-a", stats, None if largest is None else int(largest), **more)
-    return AllocatorSample(t, "llama", report, memory, segment, 0.0, ready_since, asleep)
+    return AllocatorSample(t, "llama", report, memory, segment, segment, 0.0, ready_since, asleep)
 
 
 def owned(

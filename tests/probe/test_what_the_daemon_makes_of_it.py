@@ -56,7 +56,7 @@ def course(
         (report,) = node.read()
         assert isinstance(report, AllocatorReport)
         memory = Memory(80 << 30, 0, (80 << 30) - driver_free, driver_free)
-        detector.observe(AllocatorSample(node.now, "llm", report, memory, 1, begin, begin - HALF_AN_HOUR, False))
+        detector.observe(AllocatorSample(node.now, "llm", report, memory, 1, 1, begin, begin - HALF_AN_HOUR, False))
         findings.append((age, detector.conclude(node.now)))
         node.now += every
     return Course(findings)

@@ -163,7 +163,10 @@ class DeviceSample(NamedTuple):
 
 
 class HeldSample(NamedTuple):
-    """What one process of an engine holds on one device, in bytes, by the driver's list."""
+    """What one process of an engine holds on one device, in bytes, by the driver's list.
+
+    ``segment`` is that of memory: the load of a LoRA adapter begins a new one as well.
+    """
 
     t: float
     gpu: str
@@ -173,7 +176,6 @@ class HeldSample(NamedTuple):
     total: int | None  # of the device, in bytes
     free: int | None
     segment: int
-    segment_start: float
     asleep: bool
 
 
@@ -181,8 +183,9 @@ class HeldSample(NamedTuple):
 class AllocatorSample:
     """What PyTorch's allocator tells of itself in one process of an engine, by the probe inside it.
 
-    ``memory`` is that of the process' device by NVML's latest poll, None where it is not known. ``ready_since`` is when
-    the engine first answered in this life, None before.
+    ``memory`` is that of the process' device by NVML's latest poll, None where it is not known. ``segment`` is a
+    HeldSample's, ``life`` and ``life_start`` are the segment of a RankSample. ``ready_since`` is when the engine first
+    answered in this life, None before.
     """
 
     t: float
@@ -190,7 +193,8 @@ class AllocatorSample:
     report: AllocatorReport
     memory: Memory | None
     segment: int
-    segment_start: float
+    life: int
+    life_start: float
     ready_since: float | None
     asleep: bool
 

@@ -143,7 +143,7 @@ class AllocatorFragmentation:
         self.settings = settings
         self._standing = Standing(settings.page_hold, settings.ticket_hold)
         self._freshness = Freshness()
-        self._segment: int | None = None
+        self._life: int | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -159,9 +159,9 @@ class AllocatorFragmentation:
         """Takes in what the allocator tells; everything else tells it nothing."""
         if not isinstance(sample, AllocatorSample):
             return
-        if sample.segment != self._segment:
+        if sample.life != self._life:
             self._begin()
-            self._segment = sample.segment
+            self._life = sample.life
         self._freshness.seen(sample.t)
         self._sample = sample
         report, ready = sample.report, sample.ready_since
@@ -173,7 +173,7 @@ class AllocatorFragmentation:
             return
         self._transient.add(report)
         failure = report.failure
-        if failure is not None and failure.wanted is not None and failure.t >= sample.segment_start:
+        if failure is not None and failure.wanted is not None and failure.t >= sample.life_start:
             self._transient.asked(failure.wanted)
         self._compare(sample)
 
