@@ -3,6 +3,7 @@
 import io
 import json
 import random
+from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
@@ -108,6 +109,42 @@ QUOTED = [
 @pytest.mark.parametrize("line", QUOTED)
 def test_what_a_request_says_is_not_taken_for_the_log_s_own_word(line: str) -> None:
     assert parse(line.encode()) is None
+
+
+PROMPT = "INFO 11-30 09:00:00 [logger.py:43] Received request cmpl-1: prompt: '" + "x" * 16_000
+
+
+def docker(text: str, stream: str = "stderr") -> str:
+    return json.dumps({"log": text, "stream": stream, "time": "2026-11-30T09:00:00Z"}, separators=(",", ":")) + "\n"
+
+
+def cri(text: str, stream: str = "stderr") -> str:
+    tag = "F" if text.endswith("\n") else "P"
+    return f"2026-11-30T09:00:00.123456789Z {stream} {tag} " + text.removesuffix("\n") + "\n"
+
+
+@pytest.mark.parametrize("record", [docker, cri])
+def test_what_a_request_says_is_not_the_log_s_own_word_where_its_line_was_cut_either(
+    record: Callable[..., str],
+) -> None:
+    text = (
+        record(PROMPT)
+        + record(POOL.decode(), "stdout")
+        + record(REFUSED.decode().rstrip())
+        + record(POOL.decode(), "stdout")
+        + record(REFUSED.decode())
+        + record(REFUSED.decode())
+    ).encode()
+    assert [entry.event.name for entry in read(io.BytesIO(text))] == ["kv_pool", "kv_pool", "refused"]
+    for size in (7, 1000, 16_100, 40_000):
+        reader = Reader()
+        got = [entry.event.name for at in range(0, len(text), size) for entry in reader.feed(text[at : at + size])]
+        assert got == ["kv_pool", "kv_pool", "refused"], size
+
+
+def test_a_text_that_ends_like_an_escaped_line_feed_is_cut_all_the_same() -> None:
+    text = docker(PROMPT + "\\n") + docker(REFUSED.decode()) + docker(POOL.decode())
+    assert [entry.event.name for entry in read(io.BytesIO(text.encode()))] == ["kv_pool"]
 
 
 SECRET = "sk-f00dcafe"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import IO
 
+from oomwatch.enginelog.cuts import STREAMS, is_cut, record_of
 from oomwatch.enginelog.events import Entry, Event, Origin
 from oomwatch.enginelog.shapes import SHAPES, Compiled
 
@@ -156,6 +157,7 @@ class Reader:
     def __init__(self) -> None:
         self._rest = b""
         self._too_long = False  # the present line is beyond its limit, and is left out up to its end
+        self._cut: frozenset[bytes] = frozenset()  # streams of a container whose line goes on in their next record
 
     def feed(self, data: bytes) -> Iterator[Entry]:
         """The events of all lines that end in ``data``."""
@@ -168,16 +170,20 @@ class Reader:
             begin = data.find(b"\n") + 1
             self._keep(data[:begin])
             yield from self._parsed(self._rest)
+            self._look_for_cuts(self._rest, 0, len(self._rest))
         self._rest, self._too_long = b"", False
         for entry, start, stop in _entries(data, begin, end):
             self.line = data[start:stop]
-            yield entry
+            if not self._goes_on(data, begin, start):
+                yield entry
+        self._look_for_cuts(data, begin, end)
         self._keep(data[end:])
 
     def finish(self) -> Iterator[Entry]:
         """The event of a last line without an end."""
         rest, self._rest, self._too_long = self._rest, b"", False
         yield from self._parsed(rest)
+        self._cut = frozenset()
 
     def _keep(self, part: bytes) -> None:
         if not self._too_long:
@@ -187,8 +193,16 @@ class Reader:
     def _parsed(self, line: bytes) -> Iterator[Entry]:
         self.line = line
         entry = parse(line)
-        if entry is not None:
+        if entry is not None and not self._goes_on(line, 0, 0):
             yield entry
+
+    def _goes_on(self, data: bytes, begin: int, start: int) -> bool:
+        """Whether ``line``, which begins at ``start``, is a record that goes on with another's line."""
+        record = record_of(self.line)
+        return record is not None and is_cut(data, begin, start, record.stream, self._cut)
+
+    def _look_for_cuts(self, data: bytes, begin: int, end: int) -> None:
+        self._cut = frozenset(stream for stream in STREAMS if is_cut(data, begin, end, stream, self._cut))
 
 
 def _entries(data: bytes, begin: int, end: int) -> Iterator[tuple[Entry, int, int]]:
