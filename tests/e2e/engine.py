@@ -21,7 +21,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.model import BYTE_TOKENS, FIRST_BYTE_TOKEN, ensure_tiny_model
-from tests.e2e.processes import ServerProcess, free_port
+from tests.e2e.processes import ServerProcess, free_port, patient_get, wait_until
 from tests.e2e.vllm_setup import VllmVenv
 
 MODEL_NAME = "tiny"
@@ -176,8 +176,8 @@ class VllmEngine(ServerProcess):
         return found
 
     def scrape(self) -> str:
-        """The body of /metrics. Raises requests.RequestException when the server does not answer 200 in 10 s."""
-        answer = requests.get(self.metrics_url, timeout=10)
+        """The body of /metrics. Raises requests.RequestException when the server does not answer 200."""
+        answer = patient_get(self.metrics_url)
         answer.raise_for_status()
         return answer.text
 
@@ -187,6 +187,18 @@ class VllmEngine(ServerProcess):
         if len(values) > 1:
             raise ValueError(f"{len(values)} samples are called {sample_name} with labels {labels}")
         return values[0] if values else None
+
+    def wait_until_requests_run(self, rank: int = 0) -> None:
+        """Asks the server itself, for a load may be over when the daemon has seen it."""
+        wait_until(
+            lambda: (self.metric("vllm:num_requests_running", engine=str(rank)) or 0) > 0,
+            30,
+            f"rank {rank} works",
+            interval_s=0.02,
+        )
+
+    def says_healthy(self) -> bool:
+        return patient_get(f"{self.url}/health").status_code == HTTPStatus.OK
 
     def start_load(
         self,

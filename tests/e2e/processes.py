@@ -16,6 +16,8 @@ from typing import TypeVar
 
 import psutil
 import requests
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
 
 STOP_TIMEOUT_S = 20.0
 LOG_LINES_IN_ERRORS = 30
@@ -55,6 +57,16 @@ def wait_for(
             raise TimeoutError(f"after {timeout_s:g} s still not: {what}")
         time.sleep(interval_s)
     return value
+
+
+def patient_get(url: str, *, each_s: float = 10.0, times: int = 6) -> requests.Response:
+    """The answer of a server that is not under test, which may say nothing for `each_s` up to `times` - 1 times.
+
+    Raises requests.ConnectionError when it never answers, and at once when nothing listens.
+    """
+    with requests.Session() as session:
+        session.mount("http://", HTTPAdapter(max_retries=Retry(connect=0, read=times - 1)))
+        return session.get(url, timeout=each_s)
 
 
 class ServerProcess:

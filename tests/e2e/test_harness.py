@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from oomwatch.plan.memory import Device, Figure, Setup, plan
 from oomwatch.plan.model import read_model
 from tests.e2e.conftest import StartPrometheus
 from tests.e2e.engine import BLOCK_TOKENS, MAX_MODEL_LEN, MODEL_NAME, POOL_BLOCKS, Role, VllmEngine
-from tests.e2e.processes import ServerError, ServerProcess, free_port, wait_until
+from tests.e2e.processes import ServerError, ServerProcess, free_port, patient_get, wait_until
 from tests.e2e.prometheus import PrometheusError, scrape_config
 from tests.e2e.vllm_setup import VllmVenv
 
@@ -85,7 +88,7 @@ class TestVllmEngine:
         try:
             with pytest.raises(TimeoutError, match="2 of 2 requests still open"):
                 load.results(2)
-            assert requests.get(f"{vllm_engine.url}/health", timeout=10).status_code == 200
+            assert vllm_engine.says_healthy()
         finally:
             vllm_engine.sigcont_worker()
 
@@ -159,3 +162,35 @@ class TestServerProcess:
             server.start()
 
         assert server.session() == []
+
+
+class TestPatientGet:
+    @staticmethod
+    def answer_the_last(listening: socket.socket, requests_made: int) -> None:
+        """Reads each request, and keeps its connection open without a word but for the last."""
+        with contextlib.ExitStack() as open_until_the_end:
+            for number in range(1, requests_made + 1):
+                connection = open_until_the_end.enter_context(listening.accept()[0])
+                connection.recv(4096)
+                if number == requests_made:
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate")
+
+    def test_asks_again_when_no_answer_comes_in_time(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as server:
+            served = server.submit(self.answer_the_last, listening, 3)
+
+            answer = patient_get(f"http://127.0.0.1:{listening.getsockname()[1]}/", each_s=0.1, times=3)
+
+            served.result(timeout=10)
+        assert answer.text == "late"
+
+    def test_gives_up_after_so_many_silences(self) -> None:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as silent,
+            pytest.raises(requests.ConnectionError, match="timed out"),
+        ):
+            patient_get(f"http://127.0.0.1:{silent.getsockname()[1]}/", each_s=0.1, times=2)
+
+    def test_does_not_wait_for_a_server_that_is_gone(self) -> None:
+        with pytest.raises(requests.ConnectionError, match="refused"):
+            patient_get(f"http://127.0.0.1:{free_port()}/")

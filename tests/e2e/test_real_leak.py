@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +261,7 @@ class TestALeakingServer:
         assert found["engine-stuck"]["symptom_of"] == "kv-block-leak"
         assert found["kv-block-leak"]["symptom_of"] is None
         assert found["engine-stuck"]["incident"] == found["kv-block-leak"]["incident"] == incident
-        assert requests.get(f"{watched.engine.url}/health", timeout=10).status_code == HTTPStatus.OK
+        assert watched.engine.says_healthy()
         self.wait_until_counted(watched)
 
     def test_was_told_once_as_a_ticket_and_once_as_a_page_until_its_deadlock(
@@ -329,7 +328,7 @@ class TestAHealthyServer:
 
     def test_is_stuck_when_its_worker_hangs_under_load(self, watched: Watched) -> None:
         load = watched.engine.start_load(8, concurrency=4, timeout_s=LOAD_TIMEOUT_S)
-        wait_until(lambda: (watched.engine.metric("vllm:num_requests_running") or 0) > 0, 30, "requests run", 0.02)
+        watched.engine.wait_until_requests_run()
         watched.engine.sigstop_worker()
         try:
             stopped = time.monotonic()

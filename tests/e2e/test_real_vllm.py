@@ -111,15 +111,6 @@ class Watched:
         """What the pages of the server said of its ranks."""
         return {name: values for name in READINGS if (values := self.ranks(page, name))}
 
-    def wait_until_requests_run(self, rank: int = 0) -> None:
-        """Ask the server itself, for a load may be over when the daemon has seen it."""
-        wait_until(
-            lambda: (self.engine.metric("vllm:num_requests_running", engine=str(rank)) or 0) > 0,
-            30,
-            f"rank {rank} works",
-            interval_s=0.02,
-        )
-
     def wait_until_idle(self) -> Page:
         def idle(page: Page) -> bool:
             return (
@@ -278,13 +269,13 @@ class TestOneEngine:
 
     def test_is_frozen_while_its_worker_hangs_behind_a_green_health_check(self, watched: Watched) -> None:
         load = watched.engine.start_load(8, concurrency=4)
-        watched.wait_until_requests_run()
+        watched.engine.wait_until_requests_run()
         watched.engine.sigstop_worker()
         try:
             stopped = time.monotonic()
             page = watched.daemon.wait_for(lambda page: watched.state(page) == "frozen", "frozen", 2 * FROZEN_WITHIN_S)
             assert time.monotonic() - stopped <= FROZEN_WITHIN_S
-            assert requests.get(f"{watched.engine.url}/health", timeout=10).status_code == 200
+            assert watched.engine.says_healthy()
             later = watched.daemon.wait_for(
                 lambda later: (
                     (watched.value(later, "last_seen_timestamp_seconds") or 0)
@@ -397,7 +388,7 @@ class TestTwoDataParallelRanks:
     def test_are_frozen_one_by_one(self, watched: Watched) -> None:
         """The other rank works on, and so does the server's health check."""
         hanging = watched.engine.start_load(8, concurrency=4, rank=1)
-        watched.wait_until_requests_run(rank=1)
+        watched.engine.wait_until_requests_run(rank=1)
         watched.engine.sigstop_worker(rank=1)
         try:
             stopped = time.monotonic()
