@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import IO
 
-from oomwatch.sources.enginelog.files import CannotRead, Piece
+from oomwatch.sources.enginelog.files import CHUNK, CannotRead, Piece
 
 _LINES_BACK = 20_000
-_CHUNK = 256 * 1024
 _WAIT_FOR_FIRST = 2.0  # seconds that journalctl may take for its first lines in one pass
 _WAIT_FOR_HISTORY = 0.2  # seconds that it may take for the next, while it reads back
 _RESTART_AFTER = 60.0  # seconds between two tries
@@ -172,13 +171,13 @@ class FollowedJournal:
             selector.register(process.stdout, selectors.EVENT_READ)
             ready = selector.select(self._wait)
         self._listen(process.stderr)
-        return os.read(process.stdout.fileno(), _CHUNK) if ready else None
+        return os.read(process.stdout.fileno(), CHUNK) if ready else None
 
     def _listen(self, stream: IO[bytes] | None) -> None:
         """Take what it complains of: it would wait where nobody does."""
         if stream is not None:
             with suppress(BlockingIOError):
-                self._said = (self._said + os.read(stream.fileno(), _CHUNK))[-_SAID_KEPT:]
+                self._said = (self._said + os.read(stream.fileno(), CHUNK))[-_SAID_KEPT:]
 
     def _ended(self, process: subprocess.Popen[bytes]) -> CannotRead:
         self._listen(process.stderr)
