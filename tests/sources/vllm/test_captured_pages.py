@@ -153,6 +153,7 @@ def test_a_connector_is_seen_by_its_queries_and_never_guessed_before_traffic() -
     [
         ("0.32.0/03", NOT_EXPOSED),
         ("0.32.0-lora/01", Adapters(seen=4, slots=2)),
+        ("0.32.0-lora/02", Adapters(seen=4, slots=2)),
         ("0.8.5-V0-fakeworker/02", Adapters(seen=0, slots=0)),
     ],
 )
