@@ -560,6 +560,7 @@ def test_all_that_is_read_back_is_there_before_nothing_is(
     write("the last")
     followed.read_until("the last\n")
     another = Followed(namespace)
+    wait_until(lambda: another.read() == "" and another.seen != b"", "the first lines are read")
     while (piece := another.journal.read()) is not None:
         another.seen += piece.data
     another.journal.close()

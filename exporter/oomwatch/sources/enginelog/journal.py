@@ -24,7 +24,7 @@ from oomwatch.sources.enginelog.files import CHUNK, CannotRead, Piece
 
 _LINES_BACK = 20_000
 _WAIT_FOR_FIRST = 2.0  # seconds that journalctl may take for its first lines in one pass
-_WAIT_FOR_HISTORY = 0.2  # seconds that it may take for the next, while it reads back
+_WAIT_FOR_HISTORY = 1.0  # seconds that it may take for the next, while it reads back
 _RESTART_AFTER = 60.0  # seconds between two tries
 _SAID_KEPT = 4096  # bytes of what journalctl complains of
 _UNIT = re.compile(r"[\w@:.\\-]+\Z")
