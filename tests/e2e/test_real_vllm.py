@@ -7,6 +7,7 @@ of which vLLM keeps for itself.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import requests
 
 from tests.e2e.conftest import StartEngine
 from tests.e2e.daemon import OomwatchDaemon, Page, intervals
-from tests.e2e.engine import BLOCK_TOKENS, POOL_BLOCKS, Role, VllmEngine
+from tests.e2e.engine import BLOCK_TOKENS, POOL_BLOCKS, REQUEST_TIMEOUT_S, Role, VllmEngine
 from tests.e2e.processes import wait_until
 from tests.e2e.prometheus import PrometheusServer, scrape_config
 from tests.e2e.vllm_setup import VllmVenv
@@ -345,6 +346,11 @@ class TestTwoDataParallelRanks:
         for rank in ("DP0", "DP1"):
             assert watched.value(page, "processes", role="engine_core", process_rank=rank) == 1
 
+    def test_leave_a_processor_to_the_programs_around_them(self, watched: Watched) -> None:
+        every = os.sched_getaffinity(0)
+        theirs = {one for process in watched.engine.processes() for one in os.sched_getaffinity(process.pid)}
+        assert theirs < every or len(every) != 2
+
     def test_have_no_gauge_before_the_first_request(self, watched: Watched) -> None:
         page = watched.daemon.page()
         assert watched.state(page) == "no_traffic_yet"
@@ -377,7 +383,7 @@ class TestTwoDataParallelRanks:
             assert ratio <= 1
             assert used[rank] == pytest.approx(ratio * USABLE_BLOCKS)
         assert watched.state(page) == "ok"
-        completions = load.results()
+        completions = load.results(128 // 32 * REQUEST_TIMEOUT_S)
         assert all(completion.succeeded for completion in completions)
         tokens = sum(completion.completion_tokens for completion in completions)
         watched.daemon.wait_for(
