@@ -56,7 +56,7 @@ def wrong(viewer: Viewer, dashboard: Mapping[str, Any], panels: list[Panel]) -> 
     empty = {panel["title"]: panel["fieldConfig"]["defaults"].get("noValue") for panel in _data_panels(dashboard)}
     found = [f"the browser says {complaint}" for complaint in dict.fromkeys(viewer.complaints)]
     viewer.complaints.clear()
-    found += [f"${name}: {variable['error']}" for name, variable in viewer.variables().items() if variable["error"]]
+    found += [f"${name}: {error}" for name, error in viewer.variable_errors().items()]
     if viewer.overflows():
         found.append("it has to be scrolled sideways")
     for panel in panels:

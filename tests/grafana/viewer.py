@@ -44,13 +44,9 @@ class Panel:
     """What became of a panel: the data it got, and what it shows as ``text``."""
 
     title: str
-    type: str
     state: str
     error: str
     points: int
-    series: Sequence[str]
-    queries: Sequence[str]
-    annotations: int
     badge: bool
     text: str
     drawn: bool
@@ -99,9 +95,9 @@ class Viewer:
         self._page.set_viewport_size({"width": width, "height": self._height})
         return self._panels()
 
-    def variables(self) -> Mapping[str, Any]:
-        """The value and the error of each variable of the dashboard."""
-        found: Mapping[str, Any] = self._page.evaluate("variables()")
+    def variable_errors(self) -> Mapping[str, str]:
+        """What is wrong with variables of the dashboard, by name."""
+        found: Mapping[str, str] = self._page.evaluate("variableErrors()")
         return found
 
     def _failed(self, request: Request) -> None:

@@ -95,27 +95,21 @@ window.show = async (dashboard, options) => {
   root.render(<Page theme={theme} drawing={{ dashboard, scene: current, number }} />);
 };
 
-const points = (frames) => frames.reduce((sum, frame) => sum + frame.length, 0);
-
 window.panels = () =>
   sceneGraph.findAllObjects(current, (object) => object instanceof VizPanel).map((panel) => {
-    const { key, title, pluginId, $data } = panel.state;
+    const { key, title } = panel.state;
     const data = sceneGraph.getData(panel).state.data;
     const element = document.querySelector(`[data-viz-panel-key="${key}"]`);
     const content = element?.querySelector('[data-testid="data-testid panel content"]');
     const error = data?.error ?? data?.errors?.[0];
     return {
       title,
-      type: pluginId,
-      state: $data ? (data?.state ?? LoadingState.NotStarted) : LoadingState.Done,
+      state: data?.state ?? LoadingState.NotStarted,
       error: error ? error.message || JSON.stringify(error) : '',
-      points: points(data?.series ?? []),
-      series: (data?.series ?? []).map((frame) => frame.name ?? ''),
-      queries: (data?.request?.targets ?? []).map((target) => target.expr),
-      annotations: points(data?.annotations ?? []),
+      points: (data?.series ?? []).reduce((sum, frame) => sum + frame.length, 0),
       badge: Boolean(element?.querySelector('[data-testid="data-testid Panel status error"]')),
       text: content?.innerText.trim() ?? '',
-      drawn: Boolean(content?.querySelector('canvas, [role="grid"], [data-empty], .markdown-html') || content?.innerText.trim()),
+      drawn: Boolean(content?.querySelector('canvas, [role="grid"], [data-empty]') || content?.innerText.trim()),
     };
   });
 
@@ -136,7 +130,7 @@ window.rectangle = (titles) => {
   return { x, y, width: edge('right', Math.max) - x, height: edge('bottom', Math.max) - y };
 };
 
-window.variables = () => Object.fromEntries(sceneGraph.getVariables(current).state.variables.map((one) => [one.state.name, { value: one.getValueText?.() ?? String(one.getValue()), error: String(one.state.error ?? '') }]));
+window.variableErrors = () => Object.fromEntries(sceneGraph.getVariables(current).state.variables.filter((one) => one.state.error).map((one) => [one.state.name, String(one.state.error)]));
 
 await initPluginTranslations('oomwatch-dashboard-view');
 setUpRuntime();

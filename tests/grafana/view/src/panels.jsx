@@ -8,7 +8,6 @@ import {
   cacheFieldDisplayNames,
   getDisplayValueAlignmentFactors,
   getFieldDisplayValues,
-  renderMarkdown,
 } from '@grafana/data';
 import { BarGauge, BigValue, TimeSeries, VizRepeater, useTheme2 } from '@grafana/ui';
 import { TableNG } from '@grafana/ui/unstable';
@@ -163,10 +162,6 @@ function Table({ data, width, height, timeRange, fieldConfig, options, replaceVa
   );
 }
 
-function Text({ options, replaceVariables }) {
-  return <div className="markdown-html" style={{ padding: 8 }} dangerouslySetInnerHTML={{ __html: renderMarkdown(replaceVariables(options.content ?? '')) }} />;
-}
-
 const coloured = (mode, defaults) => ({
   standardOptions: { color: { defaultValue: { mode } } },
   ...(defaults && { useCustomConfig: ownOptions(defaults) }),
@@ -177,7 +172,6 @@ export const plugins = {
   stat: new PanelPlugin(Stat).useFieldConfig(coloured(FieldColorModeId.Thresholds)),
   bargauge: new PanelPlugin(Bars).useFieldConfig(coloured(FieldColorModeId.Thresholds)),
   table: new PanelPlugin(Table).useFieldConfig(coloured(FieldColorModeId.Thresholds, CELL)),
-  text: new PanelPlugin(Text),
 };
 
 for (const [id, plugin] of Object.entries(plugins)) {
@@ -188,7 +182,6 @@ for (const [id, plugin] of Object.entries(plugins)) {
     sort: 1,
     module: '',
     baseUrl: '',
-    skipDataQuery: id === 'text',
     info: { author: { name: '' }, description: '', links: [], logos: { small: '', large: '' }, screenshots: [], updated: '', version: '' },
   };
 }

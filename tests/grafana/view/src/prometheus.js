@@ -27,7 +27,7 @@ export class Prometheus extends DataSourceApi {
     this.annotations = {
       prepareAnnotation: (annotation) => annotation,
       processEvents: (annotation, frames) => of(events(annotation, frames)),
-      prepareQuery: (annotation) => ({ expr: annotation.expr, ...annotation.target, range: true, instant: false, interval: annotation.step || '60s' }),
+      prepareQuery: (annotation) => ({ expr: annotation.expr, range: true, instant: false, interval: annotation.step }),
     };
   }
 
@@ -67,19 +67,14 @@ export class Prometheus extends DataSourceApi {
     const { from, to } = options.range;
     const window = { start: Math.floor(from.valueOf() / 1000), end: Math.ceil(to.valueOf() / 1000) };
     let found;
-    if ((found = query.match(/^label_names\(\s*\)$/))) {
-      return (await this.get('labels', window)).map(text);
-    }
     if ((found = query.match(/^label_values\(\s*(?:(.+),\s*)?([a-zA-Z_]\w*)\s*\)$/s))) {
       const [, selector, label] = found;
       return (await this.get(`label/${label}/values`, { ...window, ...(selector && { 'match[]': selector }) })).map(text);
     }
     if ((found = query.match(/^query_result\((.+)\)$/s))) {
       const expr = this.interpolated(found[1], options?.scopedVars, this.scrapeInterval, window.end - window.start);
-      const { resultType, result } = await this.get('query', { query: expr, time: window.end });
-      return resultType === 'scalar'
-        ? [text(result[1])]
-        : result.map(({ metric, value }) => text(`${seriesName(metric)} ${value[1]} ${value[0] * 1000}`));
+      const { result } = await this.get('query', { query: expr, time: window.end });
+      return result.map(({ metric, value }) => text(`${seriesName(metric)} ${value[1]} ${value[0] * 1000}`));
     }
     throw new Error(`variable query not understood: ${query}`);
   }
@@ -87,13 +82,8 @@ export class Prometheus extends DataSourceApi {
   interpolated(expr, scopedVars, step, range) {
     const rate = Math.max(step + this.scrapeInterval, 4 * this.scrapeInterval);
     const values = {
-      __interval: `${step}s`,
-      __interval_ms: String(step * 1000),
       __rate_interval: `${rate}s`,
-      __rate_interval_ms: String(rate * 1000),
       __range: `${Math.round(range)}s`,
-      __range_s: String(Math.round(range)),
-      __range_ms: String(Math.round(range * 1000)),
     };
     const own = Object.fromEntries(Object.entries(values).map(([name, value]) => [name, { text: value, value }]));
     return getTemplateSrv().replace(expr, { ...scopedVars, ...own }, quoted);
@@ -130,12 +120,10 @@ function seriesName(labels) {
   return name + (shown || !name ? `{${shown}}` : '');
 }
 
-const template = (format, labels) => format.replace(/\{\{\s*(.+?)\s*\}\}/g, (_, label) => labels[label] ?? '');
-
 function legend({ target, scopedVars }, labels) {
   return !target.legendFormat || target.legendFormat === '__auto'
     ? seriesName(labels)
-    : template(getTemplateSrv().replace(target.legendFormat, scopedVars), labels);
+    : getTemplateSrv().replace(target.legendFormat, scopedVars).replace(/\{\{\s*(.+?)\s*\}\}/g, (_, label) => labels[label] ?? '');
 }
 
 const points = (one) => one.values ?? [one.value];
@@ -178,14 +166,9 @@ function table(answers, several) {
 // Points above 0 that are no further apart than the step are one event.
 function events(annotation, frames) {
   const found = [];
-  const step = rangeUtil.intervalToMs(annotation.step || '60s');
+  const step = rangeUtil.intervalToMs(annotation.step);
   for (const frame of frames) {
     const [time, value] = frame.fields;
-    const about = {
-      title: template(annotation.titleFormat ?? '', value.labels),
-      text: template(annotation.textFormat ?? '', value.labels),
-      tags: (annotation.tagKeys ?? '').split(',').map((tag) => value.labels[tag.trim()]).filter(Boolean),
-    };
     let open = null;
     for (let i = 0; i < frame.length; i++) {
       if (!(value.values[i] > 0)) {
@@ -195,7 +178,7 @@ function events(annotation, frames) {
       if (open && open.timeEnd + step >= t) {
         open.timeEnd = t;
       } else {
-        open = { ...about, time: t, timeEnd: t };
+        open = { time: t, timeEnd: t };
         found.push(open);
       }
     }

@@ -10,44 +10,34 @@ function refuse(what) {
 }
 
 function variable(definition, chosen) {
-  const { name, label, hide, description, regex = '', sort = 0, multi: isMulti, includeAll, allValue, datasource, query } = definition;
-  const start = chosen ?? definition.current?.value ?? (includeAll ? '$__all' : '');
-  const common = { name, label, hide, description, value: start, text: start };
-  switch (definition.type) {
-    case 'datasource':
-      return new scenes.DataSourceVariable({ ...common, pluginId: query, regex, value: UID, text: 'Prometheus' });
-    case 'query':
-      return new scenes.QueryVariable({ ...common, query, datasource, refresh: definition.refresh ?? 1, isMulti, includeAll, allValue, regex, sort });
-    case 'custom':
-      return new scenes.CustomVariable({ ...common, query, isMulti, includeAll, allValue });
-    case 'textbox':
-      return new scenes.TextBoxVariable(common);
-    case 'constant':
-      return new scenes.ConstantVariable({ ...common, value: query });
-    default:
-      return refuse(`variable ${name} of type ${definition.type}`);
+  const { name, label, type, regex = '', sort = 0, multi: isMulti, includeAll, allValue, datasource, query } = definition;
+  if (type === 'datasource') {
+    return new scenes.DataSourceVariable({ name, label, pluginId: query, regex, value: UID, text: 'Prometheus' });
   }
+  if (type !== 'query') {
+    return refuse(`variable ${name} of type ${type}`);
+  }
+  const start = chosen ?? definition.current?.value ?? (includeAll ? '$__all' : '');
+  const refresh = definition.refresh ?? 1;
+  return new scenes.QueryVariable({ name, label, value: start, text: start, query, datasource, refresh, isMulti, includeAll, allValue, regex, sort });
 }
 
-function panelData({ title, datasource, targets = [], transformations = [], maxDataPoints, interval }) {
-  if (!targets.length) {
-    return undefined;
-  }
+function panelData({ title, datasource, targets, transformations = [] }) {
   for (const target of targets) {
     if (target.datasource?.uid && target.datasource.uid !== datasource?.uid) {
       refuse(`${title}: query ${target.refId} asks another data source than its panel`);
     }
   }
-  const $data = new SceneQueryRunner({ datasource, queries: targets, maxDataPoints, minInterval: interval });
+  const $data = new SceneQueryRunner({ datasource, queries: targets });
   return transformations.length ? new SceneDataTransformer({ $data, transformations }) : $data;
 }
 
 function panel(definition) {
-  const { id, title, description, type, options = {}, fieldConfig, transparent } = definition;
+  const { id, title, description, type, options = {}, fieldConfig } = definition;
   if (!plugins[type]) {
     refuse(`${title}: panel type ${type}`);
   }
-  for (const key of ['repeat', 'timeFrom', 'timeShift', 'libraryPanel', 'hideTimeOverride']) {
+  for (const key of ['repeat', 'timeFrom', 'timeShift', 'libraryPanel', 'hideTimeOverride', 'maxDataPoints', 'interval', 'transparent']) {
     if (definition[key]) {
       refuse(`${title}: ${key}`);
     }
@@ -59,7 +49,6 @@ function panel(definition) {
     pluginId: type,
     options,
     fieldConfig: { defaults: {}, overrides: [], ...fieldConfig },
-    displayMode: transparent ? 'transparent' : 'default',
     $data: panelData(definition),
   });
 }
