@@ -24,12 +24,20 @@ from tests.sources.vllm.servers import Engine, FakeVllm, Request
 pytestmark = pytest.mark.timeout(900)
 
 SPEED = "4"
+# A page of a full pool needs two minutes of the engine's own work before, which a story must leave it.
+SPEEDS = {"capacity": "2"}
 RANKS = 8
 FROZEN_S, MOVING_S = 7.0, 4.0
 FLAPS = 3
 # As short as they may be; what they compare is as shipped, but for numbers of requests in a window.
 THRESHOLDS = {
-    "kv_exhaustion": {"rate_window": "10s", "preemption_window": "20s", "after": "5s", "baseline_minutes": 1},
+    "kv_exhaustion": {
+        "rate_window": "10s",
+        "preemption_window": "20s",
+        "after": "5s",
+        "page_after": "10s",
+        "baseline_minutes": 1,
+    },
     "preemption_pressure": {"window": "20s", "after": "10s", "least_finished": 10, "hold": "0s"},
     "allocator_fragmentation": {"warm_up": "5s", "retry_window": "5s", "shortage_time": "10s"},
     "engine_stuck": {"after": "2s", "start_grace": "1s", "hold": "0s"},
@@ -37,7 +45,7 @@ THRESHOLDS = {
 
 # What each story is told as: receivers and alerts in their order.
 STORIES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "capacity": (("ticket", "OomwatchPreemptionPressure"),),
+    "capacity": (("ticket", "OomwatchKvExhaustion"), ("page", "OomwatchKvExhaustion")),
     "fragmentation": (("ticket", "OomwatchAllocatorFragmentation"), ("page", "OomwatchRuntimeOom")),
     "leak": (("ticket", "OomwatchKvBlockLeak"), ("page", "OomwatchKvBlockLeak")),
 }
@@ -103,7 +111,7 @@ class Outcome:
 
 def demo(folder: Path, story: str, **more: object) -> OomwatchDaemon:
     config = {"detection": {"thresholds": THRESHOLDS}, **more}
-    arguments = ("--story", story, "--speed", SPEED, "--interval", "1")
+    arguments = ("--story", story, "--speed", SPEEDS.get(story, SPEED), "--interval", "1")
     return OomwatchDaemon(folder, config, command=("demo",), arguments=arguments)
 
 

@@ -75,7 +75,7 @@ TALES: Mapping[str, Tale] = {
     tale.story: tale
     for tale in (
         Tale("healthy", 330),
-        Tale("capacity", 400),
+        Tale("capacity", 370),
         Tale("fragmentation", 305, 144, 90),
         Tale("leak", 420),
         Tale("memory-leak", 300, 144, 90, engine="mistral-7b", gpu=3),

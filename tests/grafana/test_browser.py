@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 KILLERS = ("healthy", "capacity", "fragmentation", "leak", "memory-leak", "host-leak")
 # What the stories come to, as Fleet lists it.
 SAID = {
-    "capacity": "preemption-pressure",
+    "capacity": "kv-exhaustion",
     "fragmentation": "headroom-low",
     "leak": "kv-block-leak",
     "memory-leak": "gpu-memory-leak",

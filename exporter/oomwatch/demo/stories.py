@@ -68,11 +68,13 @@ def _capacity(machine: Machine) -> Iterator[Phase]:
             f"{rank.preemptions} preemptions and {rank.finished_in_all} finished requests so far"
         )
 
+    llama.load = Load(rate=3.0, prompt=150, answer=300)
     llama.demand = steady(0.85)
-    yield _calm(120, "all is well: many short answers")
-    llama.load = Load(rate=1.4, prompt=300, answer=1400, spread=0.4)
+    yield _calm(120, "all is well: many short questions and answers")
+    # So few fit at once that less comes out than before, and one that is preempted is computed anew.
+    llama.load = Load(rate=0.8, prompt=2500, answer=2000, spread=0.4)
     llama.demand = steady(1.0)
-    yield Phase("requests with long answers come: the KV pool fills", 60, pressure, until=lambda: rank.free < 64)
+    yield Phase("long documents with long answers come: the KV pool fills", 60, pressure, until=lambda: rank.free < 64)
     yield Phase("the KV pool is full, requests push each other out, few come to an end", 250, pressure)
     rank.abandon()
     llama.demand = steady(0.0)
