@@ -352,6 +352,14 @@ class TestAdapters:
     def test_the_account_of_the_kv_pool_goes_on(self) -> None:
         assert {sample.segment for sample in self.course(0, 1, 2, 3).told(RANK, RankSample)} == {1}
 
+    def test_a_process_on_the_host_is_told_how_many_took_memory(self) -> None:
+        process = HostProcess(40, 100, 1.0, GIB, GIB, "VLLM::EngineCore", engine="llm")
+        court = Court("process").hear(FACTS)
+        for t, seen in ((10.0, 0), (20.0, 1), (30.0, 2)):
+            court.hear(replace(scrape(t, rank(tokens=t)), adapters=Adapters(seen, 8)))
+        (told,) = court.hear(process).told(Subject(engine="llm", pid=100), HostSample)
+        assert told.loads == 2
+
     def test_an_allocator_is_told_of_in_the_segment_of_its_process_and_in_the_life_of_its_engine(self) -> None:
         court = self.course(0, 1).hear(AllocatorReport(30, 100, "GPU-1"))
         (told,), (*_, held) = court.told(HELD, AllocatorSample), court.told(HELD, HeldSample)

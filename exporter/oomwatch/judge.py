@@ -456,7 +456,12 @@ class Judge:
             return
         host = self.node.host
         sample = HostSample(
-            self.node.t, holder.name, process, host.available if host else None, host.total if host else None
+            self.node.t,
+            holder.name,
+            process,
+            host.available if host else None,
+            host.total if host else None,
+            self._life(holder.name).loads,
         )
         self._tell(self._seats("process", holder.name, "", process.pid), sample)
         self._tell(self._seats("engine", holder.name), sample)

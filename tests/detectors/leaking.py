@@ -180,6 +180,7 @@ def hosted(
     available: int | None = None,
     host_total: int | None = None,
     start: float = 0.0,
+    loads: int = 0,
 ) -> HostSample:
     """A reading of pid 7 on the host."""
     process = HostProcess(
@@ -191,7 +192,7 @@ def hosted(
         name="VLLM::EngineCore",
         memory_limit=limit,
     )
-    return HostSample(t, "llama", process, available, host_total)
+    return HostSample(t, "llama", process, available, host_total, loads)
 
 
 @dataclass

@@ -334,6 +334,23 @@ def test_memory_that_cannot_be_read_is_unknown() -> None:
     assert course.states() == ["unknown"]
 
 
+def test_adapters_that_fill_the_hosts_cache_are_no_leak() -> None:
+    def loads(t: float) -> int:
+        return min(16, int(t // (3 * HOUR)))
+
+    def growing(known: bool) -> Course:
+        return watch(
+            host_detector(),
+            4 * DAY,
+            lambda t: hosted(t, 8 * GIB + 400 * MIB * loads(t), limit=18 * GIB, loads=loads(t) if known else 0),
+            every=120,
+            also=steady_load(),
+        )
+
+    assert growing(known=True).worst == "clear"
+    assert LEVEL[growing(known=False).worst] >= LEVEL["ticket"]
+
+
 def test_the_same_pid_with_another_start_is_another_process() -> None:
     detector = host_detector()
     load = steady_load()

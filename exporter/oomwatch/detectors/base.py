@@ -210,13 +210,14 @@ class OwnersSample:
 
 
 class HostSample(NamedTuple):
-    """One reading of a process of an engine on the host."""
+    """One reading of a process of an engine on the host; ``loads`` is of LoRA adapters that took memory."""
 
     t: float
     engine: str
     process: HostProcess
     available: int | None  # bytes of the host that are available
     host_total: int | None
+    loads: int = 0
 
 
 @dataclass(frozen=True)

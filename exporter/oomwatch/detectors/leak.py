@@ -1214,6 +1214,7 @@ class HostMemoryLeak:
         self._warm_up = _WarmUp(settings.warm_up, settings.warm_up_requests, settings.warm_up_longest)
         self._load = _LoadRecords()
         self._start: float | None = None
+        self._loads = 0
         self._freshness = _Freshness(settings.stale_after)
         self._begin(0.0)
 
@@ -1239,7 +1240,9 @@ class HostMemoryLeak:
         if process.start != self._start:
             self._standing.reset()
             self._begin(t)
-            self._start = process.start
+        elif sample.loads != self._loads:
+            self._begin(t)
+        self._start, self._loads = process.start, sample.loads
         self._finding = None
         self._freshness.add(t)
         self._anon = known(process.anon)
