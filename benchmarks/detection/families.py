@@ -169,10 +169,10 @@ def _base(scenario: Scenario, spec: SetSpec, rng: Draw) -> Scenario:
     )
     ranks = int(rng.choice([1, 1, 1, 2]))
     drawn = scenario._replace(engine=engine, traffic=traffic, gpu=gpu, host=host, ranks=ranks)
-    return _with_version(drawn, version)
+    return with_version(drawn, version)
 
 
-def _with_version(scenario: Scenario, version: str) -> Scenario:
+def with_version(scenario: Scenario, version: str) -> Scenario:
     """What an engine of this version does: when its gauges move, and how it admits."""
     at = tuple(int(part) for part in version.split("."))
     engine = scenario.engine._replace(
@@ -210,7 +210,7 @@ def diurnal(s: Scenario, rng: Draw) -> Scenario:
 def overload(s: Scenario, rng: Draw) -> Scenario:
     """More than it can serve in the busy hours, at full throughput: success, not a fault."""
     s = s._replace(engine=s.engine._replace(patience=_uniform(rng, 20, 90)))
-    return _with_version(_traffic(s, load=_uniform(rng, 1.1, 1.8), rate_cap=20.0, prefill_cap=0.8), "0.32.0")
+    return with_version(_traffic(s, load=_uniform(rng, 1.1, 1.8), rate_cap=20.0, prefill_cap=0.8), "0.32.0")
 
 
 def traffic_growth(s: Scenario, rng: Draw) -> Scenario:
@@ -237,7 +237,7 @@ def prefix_tenants(s: Scenario, rng: Draw) -> Scenario:
 
 
 def connector_hold(s: Scenario, rng: Draw) -> Scenario:
-    s = _with_version(s, str(rng.choice(["0.16.0", "0.23.0", "0.32.0"])))
+    s = with_version(s, str(rng.choice(["0.16.0", "0.23.0", "0.32.0"])))
     timeout = 30.0 if s.engine.polls_holds else float(rng.choice([120.0, 480.0]))
     holds = Holds(1.0, _uniform(rng, 0.3, 5), _uniform(rng, 0.005, 0.1), timeout)
     held = holds.seconds + holds.stuck_share * timeout
@@ -272,7 +272,7 @@ def lora_churn(s: Scenario, rng: Draw) -> Scenario:
 
 
 def sleep_wake(s: Scenario, rng: Draw) -> Scenario:
-    s = _with_version(s, "0.32.0")
+    s = with_version(s, "0.32.0")
     begin, hours = rng.uniform(0.5, 2), rng.uniform(2, 5)
     nights = [day * DAY + begin * HOUR for day in range(int(s.days))]
     events = tuple(Event(round(b, 1), round(b + hours * HOUR, 1), SLEEP) for b in nights)
@@ -298,7 +298,7 @@ def missing_scrapes(s: Scenario, rng: Draw) -> Scenario:
 
 def stale_gauges(s: Scenario, rng: Draw) -> Scenario:
     """Before 0.10.2 the gauges stay where they were when an abort empties the engine."""
-    s = _with_version(s, "0.9.2")
+    s = with_version(s, "0.9.2")
     return _traffic(s, leave_share=_uniform(rng, 0.1, 0.5), load=_uniform(rng, 0.1, 0.5), prefixes=0)
 
 
@@ -460,7 +460,7 @@ def preemption_storm(s: Scenario, rng: Draw) -> Scenario:
     )
     s = s._replace(engine=engine, ranks=1, fault="exhaustion", days=_rounded(day + 0.8))
     return _traffic(
-        _with_version(s, str(rng.choice(["0.16.0", "0.32.0"]))),
+        with_version(s, str(rng.choice(["0.16.0", "0.32.0"]))),
         lengths="conversation",
         longest=16384,
         constant=True,

@@ -64,6 +64,7 @@ class Engine:
         *,
         every: float | Iterable[float] = 15.0,
         facts: EngineFacts | None = None,
+        version: tuple[int, ...] | None = None,
     ) -> None:
         self.detector = detector
         self.ranks = {name: Rank(name) for name in ranks}
@@ -72,6 +73,7 @@ class Engine:
         self.segment_start = START
         self.answers = "ok"
         self.facts = facts or EngineFacts(name="chat")
+        self.version = version
         self.findings: list[tuple[float, Finding]] = []
         self.every(every)
 
@@ -151,6 +153,7 @@ class Engine:
                     segment_start=self.segment_start,
                     since=None,
                     ready_since=self.segment_start,
+                    version=self.version,
                 )
             )
         self.detector.observe(

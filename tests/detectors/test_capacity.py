@@ -394,6 +394,74 @@ def test_a_page_says_what_is_there() -> None:
     )
 
 
+def stuck_before_0_10_2() -> Engine:
+    """Of a version whose gauges may be those of requests that were aborted; a request finishes every 2 s."""
+    engine = Engine(EngineStuck(ENGINE, EngineStuckSettings()), version=(0, 9, 2))
+    engine.load(rates={"finished": 0.5}).run(1200)
+    return engine
+
+
+def test_before_0_10_2_one_request_may_be_left_over_from_an_abort() -> None:
+    engine = stuck_before_0_10_2()
+    engine.hang().load(running=1, waiting=0).run(12 * HOUR)
+    assert engine.states() <= QUIET | {"info"}
+    assert engine.now.summary == (
+        "No token for 12 h although, by the gauges, 1 request runs. Before vLLM 0.10.2 they stay as they were when "
+        "an abort ends the last request: it hangs, or nobody has sent anything since."
+    )
+    assert engine.now.evidence["requests_missed"] == pytest.approx(12 * 1800, rel=0.02)
+
+
+def test_v0_looks_at_its_gauges_also_when_idle() -> None:
+    engine = stuck_before_0_10_2()
+    engine.hang().load(running=1, waiting=0, swapped=0).run(300)
+    assert engine.state() == "page"
+
+
+def test_before_0_10_2_several_requests_page_once_many_more_were_to_be_expected() -> None:
+    engine = stuck_before_0_10_2()
+    engine.hang().load(running=2, waiting=0).run(600)
+    page = engine.first("page")
+    assert page is not None
+    assert page - 1200 == pytest.approx(180, abs=16)
+
+
+def test_before_0_10_2_a_quiet_engine_is_given_as_long_as_many_requests_take() -> None:
+    engine = Engine(EngineStuck(ENGINE, EngineStuckSettings()), version=(0, 9, 2))
+    engine.load(rates={"finished": 0.01}).run(5 * HOUR)
+    engine.hang().load(running=2, waiting=0).run(2 * HOUR)
+    page = engine.first("page")
+    assert page is not None
+    assert page - 5 * HOUR == pytest.approx(50 / 0.01, rel=0.1)
+
+
+def test_before_0_10_2_a_silence_such_as_there_was_before_is_none() -> None:
+    engine = stuck_before_0_10_2()
+    for _ in range(3):
+        engine.hang().load(running=0, waiting=0).run(HOUR)
+        engine.load(rates={"finished": 0.5, "generation_tokens": 100.0}, running=2).run(HOUR)
+    engine.hang().load(running=2, waiting=0).run(1.5 * HOUR)
+    assert engine.states() <= QUIET | {"info"}
+    engine.run(3 * HOUR)
+    assert engine.state() == "page"
+
+
+def test_before_0_10_2_time_without_pages_is_no_silence() -> None:
+    engine = stuck_before_0_10_2()
+    engine.silent(HOUR)
+    engine.run(600)
+    engine.hang().load(running=2, waiting=0).run(300)
+    assert engine.state() == "page"
+
+
+def test_before_0_10_2_nothing_is_believed_before_the_pace_is_known() -> None:
+    engine = Engine(EngineStuck(ENGINE, EngineStuckSettings()), version=(0, 9, 2))
+    engine.load(rates={"finished": 0.01}).run(1200)
+    engine.hang().load(running=2, waiting=0).run(HOUR)
+    assert engine.states() <= QUIET | {"info"}
+    assert "requests_missed" not in engine.now.evidence
+
+
 def test_an_idle_engine_is_not_stuck() -> None:
     engine = stuck()
     engine.run(1200)

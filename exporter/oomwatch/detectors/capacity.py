@@ -615,7 +615,66 @@ class EngineStuckSettings(Section):
     probe_failures: int = Field(
         default=2, ge=1, le=100, description="Active probes that fail in a row, while nothing else moves: page."
     )
+    missed: int = Field(
+        default=50,
+        ge=1,
+        le=100_000,
+        description="Before vLLM 0.10.2, where V1 leaves gauges up after an abort: page only where more than one "
+        "request runs or waits, and so many would have finished at the pace before the silence, and twice as "
+        "many as in any silence that ended by itself.",
+    )
     hold: Duration = Field(default=900.0, ge=0, le=86400, description="How long a page outlasts its cause.")
+
+
+_V1 = (0, 7)  # releases before it are V0 unless asked otherwise, which looks at its gauges every 10 s
+_TRUE_AFTER_ABORTS = (0, 10, 2)  # up to then V1 pushes no statistics when an abort ends the last request (PR #22995)
+
+
+class _Pace:
+    """How many requests a silence has cost, at the pace before it: a measure of silences that fits any traffic.
+
+    The pace is the slower one of two averages, so that neither a burst nor a quiet night makes a silence look long.
+    """
+
+    _SHORT_S = 900.0
+    _LONG_S = 4 * 3600.0
+    _KNOWN_AFTER = 20  # requests
+
+    def __init__(self) -> None:
+        self._finished: float | None = None
+        self._began = 0.0
+        self._t = 0.0  # when requests were last seen to finish
+        self._seen = 0.0
+        self._short = 0.0
+        self._long = 0.0
+        self.worst = 0.0  # requests missed in the worst silence that ended by itself
+
+    def add(self, t: float, finished: float | None) -> None:
+        """Take in a counter of finished requests."""
+        if finished is None:
+            return
+        if self._finished is None or finished < self._finished:
+            self._finished, self._began, self._t = finished, t, t
+            self._seen = self._short = self._long = 0.0
+            return
+        more = finished - self._finished
+        if more <= 0:
+            return
+        # What came after a gap between readings was not missed.
+        self.worst = max(self.worst, (self.missed(t - self._t) or 0.0) - more)
+        self._short = self._short * math.exp((self._t - t) / self._SHORT_S) + more
+        self._long = self._long * math.exp((self._t - t) / self._LONG_S) + more
+        self._finished, self._t, self._seen = finished, t, self._seen + more
+
+    def missed(self, seconds: float) -> float | None:
+        """Requests that would have finished in a silence of so many seconds; None until the pace is known."""
+        if self._seen < self._KNOWN_AFTER or self._t <= self._began:
+            return None
+        return min(self._rate(self._short, self._SHORT_S), self._rate(self._long, self._LONG_S)) * seconds
+
+    def _rate(self, weight: float, time_constant: float) -> float:
+        """Per second, of an average that began empty."""
+        return weight / (time_constant * -math.expm1((self._began - self._t) / time_constant))
 
 
 @dataclass
@@ -632,6 +691,8 @@ class _Progress:
     usage: float | None = None
     usage_rose: float = float("-inf")
     problem: str = ""  # why it cannot be judged
+    pace: _Pace = field(default_factory=_Pace)
+    left_over: bool = False  # whether its gauges may be those of requests that were aborted
 
     @property
     def flat_seconds(self) -> float:
@@ -724,6 +785,8 @@ class EngineStuck:
         if usage is not None and rank.usage is not None and usage > rank.usage and rank.running:
             rank.usage_rose = sample.t
         rank.problem = _why_not_judged(reading, counters, sample.asleep)
+        rank.left_over = _may_be_left_over(sample)
+        rank.pace.add(sample.t, counters.get("finished"))
         rank.t, rank.usage, rank.counters = sample.t, usage, counters
         rank.patience = self._patience(sample.t, rank, reading)
 
@@ -774,22 +837,35 @@ class EngineStuck:
             return Finding("page", 0.95, summary, {"dead_seconds": self._dead.seconds})
         if self._fresh.stale(t):
             return NO_PAGE
-        stuck = {name: rank for name, rank in self._ranks.items() if self._is_stuck(rank)}
+        silent = {name: rank for name, rank in self._ranks.items() if self._is_silent(rank)}
+        stuck = {name: rank for name, rank in silent.items() if self._is_believed(rank)}
         if stuck:
             return self._stuck(stuck)
+        if silent:
+            return _unbelieved(silent)
         problems = sorted({rank.problem for rank in self._ranks.values() if rank.problem})
         if problems:
             return unknown(problems[0])
         evidence = {"flat_seconds": max((rank.flat_seconds for rank in self._ranks.values()), default=0.0)}
         return Finding("clear", evidence=evidence)
 
-    def _is_stuck(self, rank: _Progress) -> bool:
+    def _is_silent(self, rank: _Progress) -> bool:
+        """Whether it has shown work and no token for too long."""
         return (
             not rank.problem
             and rank.flat_since is not None
             and rank.flat_seconds >= rank.patience
             and rank.t >= self._segment_start + self.settings.start_grace
         )
+
+    def _is_believed(self, rank: _Progress) -> bool:
+        """Whether there is work behind the gauges. Where they may be left over: more than one request, for two seldom
+        end by an abort at once, and a silence that has cost more than any before."""
+        if not rank.left_over:
+            return True
+        missed = rank.pace.missed(rank.flat_seconds)
+        several = rank.running + rank.waiting > 1
+        return several and missed is not None and missed >= max(self.settings.missed, 2 * rank.pace.worst)
 
     def _stuck(self, stuck: dict[str, _Progress]) -> Finding:
         running = sum(rank.running for rank in stuck.values())
@@ -823,6 +899,29 @@ class EngineStuck:
         )
         watched = any(not rank.problem for rank in self._ranks.values())
         return Finding("page", 0.9 if watched else 0.7, summary, {"probe_failures": self._probe_failures})
+
+
+def _may_be_left_over(sample: RankSample) -> bool:
+    """Whether its gauges may be those of requests that were aborted. Only V0 counts swapped requests."""
+    version = sample.version
+    return version is not None and _V1 <= version < _TRUE_AFTER_ABORTS and known(sample.reading.swapped) is None
+
+
+def _unbelieved(silent: dict[str, _Progress]) -> Finding:
+    longest = max(silent.values(), key=lambda rank: rank.flat_seconds)
+    work = _work(sum(rank.running for rank in silent.values()), sum(rank.waiting for rank in silent.values()))
+    summary = (
+        f"No token for {units.duration(longest.flat_seconds)} although, by the gauges, {work}. Before vLLM 0.10.2 they "
+        "stay as they were when an abort ends the last request: it hangs, or nobody has sent anything since."
+    )
+    evidence: dict[str, float | int | str | list[int] | list[str]] = {
+        "flat_seconds": longest.flat_seconds,
+        "ranks": sorted(silent),
+    }
+    missed = longest.pace.missed(longest.flat_seconds)
+    if missed is not None:
+        evidence["requests_missed"] = missed
+    return Finding("info", 0.2, summary, evidence)
 
 
 # Where the engine's front end is there, or hangs with it; a probe of a stopped or sleeping engine proves nothing.
