@@ -10,7 +10,7 @@ import pytest
 
 from oomwatch.detectors.base import LEVEL, Finding, OwnersSample, RankSample, State
 from oomwatch.detectors.leak import KvBlockLeak
-from oomwatch.observations import NOT_KNOWN, Pool
+from oomwatch.observations import NOT_KNOWN, Pool, known
 from oomwatch.sources.vllm import meaning, pages
 from tests.detectors.leaking import (
     DAY,
@@ -236,7 +236,11 @@ def test_an_engine_that_once_gave_back_most_must_exceed_its_own_past_to_page() -
 
 
 def never_idle(
-    days: float, lost_per_hour: float = 0.0, since: float = DAY, drift: Callable[[float], float] = lambda _t: 1.0
+    days: float,
+    lost_per_hour: float = 0.0,
+    since: float = DAY,
+    drift: Callable[[float], float] = lambda _t: 1.0,
+    **settings: float,
 ) -> Course:
     rank = Rank(blocks=8000, facts=type(FACTS)("llama"))
     traffic = Traffic(seed=3, quiet=6, busy=60)
@@ -246,7 +250,7 @@ def never_idle(
         lost = max(0.0, t - since) / HOUR * lost_per_hour
         return rank.reading(t, min(8000, owned + lost), running=running)
 
-    return watch(kv_detector(), days * DAY, sample, every=45)
+    return watch(kv_detector(**settings), days * DAY, sample, every=45)
 
 
 def test_traffic_that_never_stops_is_no_leak() -> None:
@@ -262,11 +266,86 @@ def test_requests_that_grow_longer_are_no_leak() -> None:
 @pytest.mark.parametrize("per_hour", [100, 300])
 def test_a_leak_shows_in_the_floor_under_low_load(per_hour: float) -> None:
     hours_to_full = 8000 / per_hour
-    course = never_idle(1 + hours_to_full * 0.9 / 24, per_hour)
+    course = never_idle(1 + hours_to_full * 0.9 / 24, per_hour, unusual_for=100 * DAY)
     assert course.first("ticket") > DAY
     assert course.first("page") < DAY + 0.85 * hours_to_full * HOUR
     page = next(finding for _, finding in course.findings if finding.state == "page")
     assert page.evidence["method"] == "low load"
+
+
+def a_busy_day(
+    lost: Callable[[float], float] = lambda _t: 0.0,
+    longer: Callable[[float], float] = lambda _t: 1.0,
+    traffic: Traffic | None = None,
+    connector: bool = False,
+) -> Callable[[float], RankSample]:
+    """A day of six to 60 requests at a time, and the next; ``longer`` makes all that come later longer."""
+    rank = Rank(blocks=8000, facts=type(FACTS)("llama"), connector=connector)
+    requests = traffic or Traffic(seed=5, quiet=6, busy=60)
+
+    def sample(t: float) -> RankSample:
+        running, owned = requests.step(t, longer(t))
+        return rank.reading(t, min(8000, owned + lost(t)), running=running)
+
+    return sample
+
+
+def test_a_leak_within_an_hour_under_load_shows_in_blocks_that_so_many_requests_do_not_own() -> None:
+    course = watch(kv_detector(), DAY + HOUR, a_busy_day(lost=lambda t: max(0.0, t - DAY) / HOUR * 6000))
+    assert course.first("ticket") < DAY + 35 * MINUTE
+    assert course.first("page") < DAY + 45 * MINUTE
+    page = next(finding for _, finding in course.findings if finding.state == "page")
+    assert page.evidence["method"] == "more than requests usually own"
+    assert page.evidence["floor_ratio"] == pytest.approx(0.3, abs=0.05)
+    assert "were in use for 10 min beyond 2 times what so many requests usually own" in page.summary
+    assert page.eta is not None
+    assert page.eta.seconds == pytest.approx(HOUR, rel=0.3)
+
+
+def test_beside_a_loss_that_is_known_less_of_it_pages() -> None:
+    def lost(t: float) -> float:
+        return 400 + max(0.0, t - DAY) / HOUR * 1500
+
+    rank, busy, detector = Rank(blocks=8000, facts=type(FACTS)("llama")), a_busy_day(lost), kv_detector()
+    watch(detector, DAY - HOUR, busy)
+    assert watch(detector, DAY, lambda t: rank.reading(t, lost(t)), start=DAY - HOUR).last.state == "ticket"
+    course = watch(detector, DAY + 2 * HOUR, busy, start=DAY)
+    page = course.first("page")
+    assert page < DAY + 75 * MINUTE
+    assert lost(page) < 0.3 * 8000
+
+
+@pytest.mark.parametrize("tell", [True, False])
+def test_prompts_that_are_longer_than_ever_tell_so_before_their_requests_end(tell: bool) -> None:
+    busy = a_busy_day(longer=lambda t: 6.0 if t > DAY else 1.0, traffic=Traffic(seed=5, quiet=20, busy=40))
+    prompts = 0.0
+
+    def sample(t: float) -> RankSample:
+        nonlocal prompts
+        page = busy(t)
+        prompts += (600 if tell and t > DAY else 100) * (known(page.reading.running) or 0.0)
+        return page._replace(reading=replace(page.reading, prompt_tokens=prompts))
+
+    assert (watch(kv_detector(), DAY + HOUR, sample).worst == "clear") is tell
+
+
+def test_what_is_in_use_before_and_after_a_gap_was_not_so_all_the_time() -> None:
+    def lost(t: float) -> float:
+        return 5000 if DAY - 2 * MINUTE < t < DAY + 15 * MINUTE else 0
+
+    assert watch(kv_detector(), DAY + HOUR, a_busy_day(lost)).worst == "page"
+    busy, detector = a_busy_day(lost), kv_detector()
+    assert watch(detector, DAY, busy).worst == "clear"
+    assert watch(detector, DAY + HOUR, busy, start=DAY + 13 * MINUTE).worst == "clear"
+
+
+def test_where_a_connector_holds_blocks_half_of_the_pool_counts_and_for_longer() -> None:
+    def with_lost(share: float) -> Course:
+        busy = a_busy_day(lost=lambda t: share * 8000 if t > DAY else 0, connector=True)
+        return watch(kv_detector(), DAY + HOUR, busy)
+
+    assert with_lost(0.45).worst == "clear"
+    assert DAY + 29 * MINUTE <= with_lost(0.65).first("page") < DAY + 35 * MINUTE
 
 
 def test_a_leak_that_keeps_the_pool_full_shows_in_how_few_requests_fill_it() -> None:

@@ -117,6 +117,17 @@ class KvBlockLeakSettings(Section):
     low_load_ticket_share: float = Field(0.05, ge=0, le=1, description="Floor under low load, for a ticket.")
     low_load_page_share: float = Field(0.25, ge=0, le=1, description="Floor under low load, for a page.")
     low_load_sigmas: float = Field(4.0, ge=0, description="How many deviations of the noise the rise has to exceed.")
+    unusual_for: Duration = Field(
+        600.0, gt=0, description="How long more blocks have to be in use than so many running requests usually own."
+    )
+    unusual_ticket_times: float = Field(
+        1.5, ge=1, description="Blocks beyond this many times what requests usually own count, for a ticket."
+    )
+    unusual_ticket_share: float = Field(0.2, ge=0, le=1, description="Share in use beyond that, for a ticket.")
+    unusual_page_times: float = Field(
+        2.0, ge=1, description="As unusual_ticket_times, for a page without a loss that is known otherwise."
+    )
+    unusual_page_share: float = Field(0.3, ge=0, le=1, description="Share in use beyond that, for a page.")
     proof_stale_after: Duration = Field(
         120.0, gt=0, description="The probe's count of owners decides unless it is older than this."
     )
@@ -129,6 +140,7 @@ _STEPS = 4  # floors that have to rise, one after the other
 _RISE_TOLERANCE = 0.002  # of the pool: less is no rise
 _AT_IDLE = "idle"
 _BY_REQUESTS = "more than all requests can own"
+_UNUSUAL = "more than requests usually own"
 _LEAST_RISES = 3  # of what is lost for sure, to speak of growth: one loss is an accident
 _LOOK_BACK = 10  # windows among which the rising ones are looked for
 _REFRESH = 60.0  # seconds after which the numbers of a finding are made anew though nothing has changed
@@ -137,6 +149,8 @@ _GROUPS = 3  # at most, of blocks that one token takes in models with several ki
 _HOLDS = 3  # times the hold time: a floor over so long is no connector's
 _FEW = 10  # requests, below which their mean length tells little of what they own
 _MEMORY_WINDOWS = 24  # widths of a window, among whose readings quiet ones are looked for
+_LEAST_PAIRS = 200  # of readings between which requests came or went, to know what one usually owns
+_MAX_GAP = 400.0  # seconds between two readings that say something of the time between them
 _LARGEST_GAP = 120.0  # between two readings whose difference still tells how blocks follow requests
 
 
@@ -221,6 +235,83 @@ class _RequestLength:
         return max(1.0, self._late.mean / self._learnt.mean) if self._learnt.mean > 0 else 1.0
 
 
+class _PromptLength:
+    """How much longer prompts are that were admitted of late than those of the time that blocks were learnt from.
+
+    Prompts count when they have been computed: long before requests that are longer than ever finish.
+    """
+
+    _LATE_S = 900.0
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._last: tuple[float, float, float] | None = None  # time, tokens, requests
+        self._late = (0.0, 0.0)
+        self._learnt = (0.0, 0.0)
+
+    def add(self, t: float, reading: RankReading) -> None:
+        """Take in the counter of prompt tokens and how many requests were admitted."""
+        tokens, finished, running = known(reading.prompt_tokens), known(reading.finished), known(reading.running)
+        if tokens is None or finished is None or running is None:
+            return
+        now = (t, tokens, sum(finished.values()) + running)
+        last, self._last = self._last, now
+        if last is None or tokens < last[1]:
+            return
+        more = (tokens - last[1], now[2] - last[2])
+        self._late = _fading(self._late, math.exp((last[0] - t) / self._LATE_S), more)
+        self._learnt = _fading(self._learnt, math.exp((last[0] - t) / self._memory), more)
+
+    @property
+    def growth(self) -> float:
+        """A factor of at least 1."""
+        late, learnt = _ratio(self._late), _ratio(self._learnt)
+        return max(1.0, late / learnt) if late and learnt else 1.0
+
+
+def _fading(sums: tuple[float, float], keep: float, more: tuple[float, float]) -> tuple[float, float]:
+    return sums[0] * keep + more[0], sums[1] * keep + more[1]
+
+
+def _ratio(sums: tuple[float, float]) -> float | None:
+    """The mean, None of next to nothing: fewer requests than one were admitted."""
+    return sums[0] / sums[1] if sums[1] >= 1 else None
+
+
+class _Unusual:
+    """What is in use beyond a multiple of what so many running requests usually own, for as long as they are served.
+
+    Shares of the pool. Those that run now may be longer than usual; they are not for long, while others come and go.
+    """
+
+    def __init__(self, times: float, span: float) -> None:
+        self.times = times
+        self.span = span
+        self._floor = SlidingFloor(span)
+        self._history = Thinned(span / 10)
+        self._last: float | None = None
+
+    def add(self, t: float, used: float, each: float, running: float) -> None:
+        """Take in a reading; a gap between two begins anew."""
+        if self._last is not None and t - self._last > _MAX_GAP:
+            self._floor.clear()
+        self._last = t
+        self._floor.add(t, used - self.times * each * max(running, _FEW / 2))
+        floor = self.floor(t)
+        if floor is None or floor <= 0:
+            self._history.clear()
+        else:
+            self._history.add(t, floor)
+
+    def floor(self, t: float) -> float | None:
+        """What it was at least in the whole span; None while less is known."""
+        return self._floor.value(t) if self._floor.full(t) else None
+
+    def trend(self) -> Trend | None:
+        """How the floor has grown since it was above 0."""
+        return _growth(self._history.points)
+
+
 class _LowLoad:
     """Floors of what running requests do not explain, for engines that are never idle. Shares of the pool.
 
@@ -242,6 +333,10 @@ class _LowLoad:
             self._quiet.setdefault(span, _QuietReadings(settings.low_load_quantile, span))
             self._scales.append((span, _Scale(width, rise, span)))
         self.leak: _LowLoadLeak | None = None
+        self._prompts = _PromptLength(memory)
+        self.unusual = _Unusual(settings.unusual_ticket_times, settings.unusual_for)
+        self.very_unusual = _Unusual(settings.unusual_page_times, settings.unusual_for)
+        self.outlasting = _Unusual(settings.unusual_page_times, _HOLDS * settings.hold_time)
 
     def add(self, t: float, used: float, reading: RankReading, longest: float | None) -> bool:
         """Take in a reading; whether it may have changed what is concluded. ``longest`` request's share of the pool."""
@@ -251,19 +346,27 @@ class _LowLoad:
         running = known(reading.running) or 0.0
         waiting = bool(known(reading.waiting))
         self._length.add(t, reading, learning=not waiting)
+        self._prompts.add(t, reading)
         if not waiting:
             self._factor.add(t, running, used)  # in a full pool blocks do not follow requests
         quiet = {span: readings.add(t, running) for span, readings in self._quiet.items()}
         factor = self._factor.slope
         if factor is None:
             return self.leak is not before
-        rest = used - self._owned(max(0.0, factor) * self._length.growth, running, longest)
+        each = max(0.0, factor) * self._length.growth
+        self._follow_unusual(t, used, max(each, max(0.0, factor) * self._prompts.growth), running)
+        rest = used - self._owned(each, running, longest)
         for index, (span, scale) in enumerate(self._scales):
             if waiting and index == 0:
                 continue  # an overfull pool wavers within minutes as requests push each other out
             if quiet[span] and scale.add(t, rest):
                 self.leak = scale.leak(t, self._sigmas) or self.leak
         return self.leak is not before
+
+    def _follow_unusual(self, t: float, used: float, each: float, running: float) -> None:
+        if self._factor.pairs >= _LEAST_PAIRS:
+            for unusual in (self.unusual, self.very_unusual, self.outlasting):
+                unusual.add(t, used, each, running)
 
     def _owned(self, each: float, running: float, longest: float | None) -> float:
         """What requests own by their number; a few may be much longer than the mean, but not than the longest."""
@@ -568,6 +671,9 @@ class KvBlockLeak:
         if self._wedged_since is not None and self._is_wedged(t):
             return self._wedge_finding(t, evidence)
         low = self._low_load_state()
+        unusual, found = self._unusual_state(t, certain, low)
+        if LEVEL[unusual] > max(LEVEL[certain], LEVEL[low]):
+            return self._unusual_finding(t, unusual, found, evidence)
         if LEVEL[low] > LEVEL[certain]:
             return self._low_load_finding(low, evidence)
         if certain == "clear":
@@ -597,6 +703,35 @@ class KvBlockLeak:
             return False
         needed = max(self.settings.wedge_time, self.settings.hold_time if self._holding else 0.0)
         return t - self._wedged_since >= needed and t - self._moved >= needed
+
+    def _unusual_state(self, t: float, certain: State, low: State) -> tuple[State, _Unusual]:
+        """What so many requests do not usually own: much of the pool, or less of it beside a loss known otherwise."""
+        settings, load = self.settings, self._low_load
+        if self._holding:
+            page = max(settings.connector_page_share, 1.2 * self._reclaimed_from if self._reclaims else 0.0)
+            return _state_by(load.outlasting.floor(t) or 0.0, page, page), load.outlasting
+        if (load.very_unusual.floor(t) or 0.0) >= settings.unusual_page_share:
+            return "page", load.very_unusual
+        page = 1.0
+        if LEVEL[certain] >= LEVEL["ticket"]:
+            page = settings.page_share
+        elif LEVEL[low] >= LEVEL["ticket"]:
+            page = settings.low_load_page_share
+        return _state_by(load.unusual.floor(t) or 0.0, settings.unusual_ticket_share, page), load.unusual
+
+    def _unusual_finding(self, t: float, state: State, found: _Unusual, evidence: Evidence) -> Finding:
+        floor = found.floor(t) or 0.0
+        eta = self._eta(floor, found.trend())
+        more: dict[str, float | int | str] = {"floor_ratio": floor, "method": _UNUSUAL}
+        if self._blocks:
+            more["floor_blocks"] = round(floor * self._blocks)
+        summary = (
+            f"{self._amount(floor)} ({units.ratio(floor)}) were in use for {units.duration(found.span)} beyond "
+            f"{found.times:g} times what so many requests usually own"
+        )
+        if eta is not None:
+            summary += f"; at this pace the pool is gone in {units.duration(eta.seconds)}"
+        return Finding(state, 0.8, f"{summary}.", {**evidence, **more}, eta)
 
     def _low_load_state(self) -> State:
         leak = self._low_load.leak
@@ -686,6 +821,12 @@ def _growth(points: Sequence[Point]) -> Trend | None:
     """The trend of what is lost, None before it has grown often enough to be called growth."""
     rises = sum(b[1] - a[1] > _RISE_TOLERANCE for a, b in pairwise(points))
     return theil_sen(points) if rises >= _LEAST_RISES else None
+
+
+def _state_by(share: float, ticket: float, page: float) -> State:
+    if share >= page:
+        return "page"
+    return "ticket" if share >= ticket else "clear"
 
 
 def _share(reading: RankReading) -> float | None:
