@@ -225,6 +225,11 @@ class TestValues:
         assert "raise it at the next restart" in told("admission-stall", replace(known, max_num_seqs=8))
         assert "raise it at the next restart" not in told("admission-stall", known)
 
+    def test_an_engine_that_may_only_look_stuck_is_asked_before_it_is_restarted(self) -> None:
+        asked, restarted = told("engine-stuck", state="info"), told("engine-stuck", state="page")
+        assert asked.startswith("Send it one request")
+        assert "Send it one request" not in restarted
+
     def test_pids_without_owner_are_named(self) -> None:
         assert "-p 2201,2202" in told("orphan-memory")
         assert "fuser" in told("orphan-memory", evidence={"pids": [], "unlisted_bytes": GIB})

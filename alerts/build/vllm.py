@@ -78,6 +78,7 @@ def _alerts(links: Links) -> Iterator[Alert]:
             and increase({GENERATED}[5m]) == 0
             and increase({PROMPT}[5m]) == 0
             and {GENERATED} offset 5m > 0
+            unless ({RUNNING} == 1 and {WAITING} == 0 and {USAGE[1]})
         )
         """,
         "critical",
@@ -89,7 +90,9 @@ def _alerts(links: Links) -> Iterator[Alert]:
         action="Take it out of the load balancer, save its log and the output of py-spy dump, then restart it.",
         comment="Requests are there and every counter of work stands still. Cannot see: an engine that hangs before "
         "its first token (the grace for compilation and warm-up), one whose gauges still read 0 because the first "
-        "batch hangs, one whose page does not answer at all (alert on up), and why it is stuck.",
+        "batch hangs, one whose page does not answer at all (alert on up), and why it is stuck. A single request that "
+        "runs counts only where the usage has its present name alone (0.11.0 and newer): before 0.10.2 one that was "
+        "aborted may stay in the gauge. Says it wrongly there where several were aborted at once and nobody came then.",
     )
     yield _alert(
         links,

@@ -415,6 +415,10 @@ def _ranks_unbalanced(case: _Case) -> _Advice:
 
 
 def _engine_stuck(case: _Case) -> _Advice:
+    if case.finding.state == "info":
+        yield "Send it one request: if it is answered, the gauges were left over from an abort, and all is well."
+        yield "If it is not answered, it hangs: take it out of the load balancer and restart it."
+        return
     yield "Take it out of the load balancer: its /health may well be green."
     yield _SAVE
     ranks = case.listed("ranks")
