@@ -7,7 +7,6 @@ the time was over is a balanced part of the set, and the same command goes on fr
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections import Counter
@@ -25,10 +24,9 @@ from benchmarks.detection.families import APART, FAMILIES, FAULT_CLASSES, HEALTH
 from benchmarks.detection.render import EPOCH, observations
 from benchmarks.detection.results import Results
 from benchmarks.detection.score import Outcome
-from benchmarks.detection.traffic import Traces
+from benchmarks.detection.traffic import TRACES, Traces
 from benchmarks.detection.world import Label, Run, build, strained
 
-BESIDE_THE_REPOSITORY = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 QUICK = ("idle_nights", "missing_scrapes", "kv_finish", "gpu_steady", "host_steady", "stuck_engine")
 QUICK_DAYS = 2.0
 # Of the runs of a faulty family, one in so many is judged as a whole. The others are asked for the verdicts of their
@@ -97,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--traces",
         type=Path,
-        default=Path(os.environ.get("OOMWATCH_TRACES") or BESIDE_THE_REPOSITORY),
+        default=TRACES,
         help="folder of the public traces (default OOMWATCH_TRACES, or shared/traces beside the repository); "
         "without them traffic is made up by a generator fitted to them",
     )

@@ -7,19 +7,16 @@ many of each ``engine-stuck`` pages, and how long after the hang.
 
 from __future__ import annotations
 
-import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from statistics import median
 
 from benchmarks.detection import sets
-from benchmarks.detection.__main__ import BESIDE_THE_REPOSITORY
 from benchmarks.detection.families import draw, with_version
 from benchmarks.detection.ours import detect
 from benchmarks.detection.render import EPOCH, observations
-from benchmarks.detection.traffic import Traces
+from benchmarks.detection.traffic import TRACES, Traces
 from benchmarks.detection.world import build
 
 VERSION = "0.9.2"
@@ -27,18 +24,13 @@ VERSION = "0.9.2"
 
 def first_page(family: str, number: int) -> tuple[float, float | None] | None:
     """GPU-weeks of a run, and seconds from the hang (or the start) to its first page; None where it came to no harm."""
-    run = build(with_version(draw(family, sets.load()["tune"].spec, number), VERSION), _traces())
+    run = build(with_version(draw(family, sets.load()["tune"].spec, number), VERSION), Traces(TRACES))
     if run is None:
         return None
     onset = run.label.onset if run.label else 0.0
     changes = detect(observations(run, lengths=False, ticks=4, devices=False, host=False), {"engine-stuck"})
     pages = (t - EPOCH - onset for t, _, state, _ in changes if state == "page")
     return run.gpu_weeks, next((after for after in pages if after >= 0), None)
-
-
-@lru_cache
-def _traces() -> Traces:
-    return Traces(Path(os.environ.get("OOMWATCH_TRACES") or BESIDE_THE_REPOSITORY))
 
 
 def main(count: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -19,6 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.detection.spec import DAY, EngineSpec, Floats, Ints, Workload
+
+_BESIDE_THE_REPOSITORY = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
+TRACES = Path(os.environ.get("OOMWATCH_TRACES") or _BESIDE_THE_REPOSITORY)
+"""The folder of the public traces."""
 
 WINDOW = 600.0  # seconds of one of ServeGen's windows
 PER_DAY = 144

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,13 +70,18 @@ class Run:
         return len(self.ranks) * float(self.t[-1]) / (7 * DAY)
 
 
-def build(scenario: Scenario, traces: Traces) -> Run | None:
-    """Simulate; None where a fault's scenario came to no harm (the loss never happened, the storm never hurt)."""
+def build(
+    scenario: Scenario, traces: Traces, reshaped: Callable[[Workload], Workload] = lambda requests: requests
+) -> Run | None:
+    """Simulate; None where a fault's scenario came to no harm (the loss never happened, the storm never hurt).
+
+    ``reshaped`` makes other requests of those of each rank.
+    """
     rng = np.random.default_rng([scenario.seed, 1])
     t = _sample_times(scenario, rng)
     ranks = []
     for rank in range(scenario.ranks):
-        requests = workload(scenario.traffic, scenario.engine, scenario.days, traces, rng)
+        requests = reshaped(workload(scenario.traffic, scenario.engine, scenario.days, traces, rng))
         faulty = rank == 0
         ranks.append(
             simulate(

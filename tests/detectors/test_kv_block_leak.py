@@ -315,18 +315,20 @@ def test_beside_a_loss_that_is_known_less_of_it_pages() -> None:
     assert lost(page) < 0.3 * 8000
 
 
-@pytest.mark.parametrize("tell", [True, False])
-def test_prompts_that_are_longer_than_ever_tell_so_before_their_requests_end(tell: bool) -> None:
+@pytest.mark.parametrize("longer", ["prompts", "generations", "neither"])
+def test_requests_that_are_longer_than_ever_tell_so_before_they_end(longer: str) -> None:
     busy = a_busy_day(longer=lambda t: 6.0 if t > DAY else 1.0, traffic=Traffic(seed=5, quiet=20, busy=40))
-    prompts = 0.0
+    prompts = generated = 0.0
 
     def sample(t: float) -> RankSample:
-        nonlocal prompts
+        nonlocal prompts, generated
         page = busy(t)
-        prompts += (600 if tell and t > DAY else 100) * (known(page.reading.running) or 0.0)
-        return page._replace(reading=replace(page.reading, prompt_tokens=prompts))
+        running = known(page.reading.running) or 0.0
+        prompts += (600 if longer == "prompts" and t > DAY else 100) * running
+        generated += (600 if longer == "generations" and t > DAY else 100) * running
+        return page._replace(reading=replace(page.reading, prompt_tokens=prompts, generation_tokens=generated))
 
-    assert (watch(kv_detector(), DAY + HOUR, sample).worst == "clear") is tell
+    assert (watch(kv_detector(), DAY + HOUR, sample).worst == "clear") == (longer != "neither")
 
 
 def test_what_is_in_use_before_and_after_a_gap_was_not_so_all_the_time() -> None:

@@ -235,47 +235,57 @@ class _RequestLength:
         return max(1.0, self._late.mean / self._learnt.mean) if self._learnt.mean > 0 else 1.0
 
 
-class _PromptLength:
-    """How much longer prompts are that were admitted of late than those of the time that blocks were learnt from.
+class _LengthOfLate:
+    """How much longer requests are of late than those of the time that blocks were learnt from, running ones included.
 
-    Prompts count when they have been computed: long before requests that are longer than ever finish.
+    Long before requests that are longer than ever finish, their prompts are computed and their tokens come out.
     """
 
-    _LATE_S = 900.0
+    _LATE_S = 300.0
 
     def __init__(self, memory: float) -> None:
-        self._memory = memory
-        self._last: tuple[float, float, float] | None = None  # time, tokens, requests
-        self._late = (0.0, 0.0)
-        self._learnt = (0.0, 0.0)
+        self._last: tuple[float, float, float, float, float] | None = None
+        self._prompts = _FadingRatio(self._LATE_S, memory)
+        self._generations = _FadingRatio(self._LATE_S, memory)
 
     def add(self, t: float, reading: RankReading) -> None:
-        """Take in the counter of prompt tokens and how many requests were admitted."""
-        tokens, finished, running = known(reading.prompt_tokens), known(reading.finished), known(reading.running)
-        if tokens is None or finished is None or running is None:
+        """Take in the counters of tokens, and how many requests were admitted and finished."""
+        prompt, generated = known(reading.prompt_tokens), known(reading.generation_tokens)
+        by_reason, running = known(reading.finished), known(reading.running)
+        if prompt is None or generated is None or by_reason is None or running is None:
             return
-        now = (t, tokens, sum(finished.values()) + running)
+        finished = sum(by_reason.values())
+        now = (t, prompt, generated, finished + running, finished)
         last, self._last = self._last, now
-        if last is None or tokens < last[1]:
+        if last is None or any(value < before for value, before in zip(now[1:3], last[1:3], strict=True)):
             return
-        more = (tokens - last[1], now[2] - last[2])
-        self._late = _fading(self._late, math.exp((last[0] - t) / self._LATE_S), more)
-        self._learnt = _fading(self._learnt, math.exp((last[0] - t) / self._memory), more)
+        self._prompts.add(t - last[0], prompt - last[1], now[3] - last[3])
+        self._generations.add(t - last[0], generated - last[2], finished - last[4])
 
     @property
     def growth(self) -> float:
         """A factor of at least 1."""
-        late, learnt = _ratio(self._late), _ratio(self._learnt)
-        return max(1.0, late / learnt) if late and learnt else 1.0
+        return max(1.0, self._prompts.growth, self._generations.growth)
 
 
-def _fading(sums: tuple[float, float], keep: float, more: tuple[float, float]) -> tuple[float, float]:
-    return sums[0] * keep + more[0], sums[1] * keep + more[1]
+class _FadingRatio:
+    """The ratio of two sums that fade, of late and since long."""
 
+    def __init__(self, late: float, long: float) -> None:
+        self._spans = (late, long)
+        self._sums = [[0.0, 0.0], [0.0, 0.0]]
 
-def _ratio(sums: tuple[float, float]) -> float | None:
-    """The mean, None of next to nothing: fewer requests than one were admitted."""
-    return sums[0] / sums[1] if sums[1] >= 1 else None
+    def add(self, seconds: float, upper: float, lower: float) -> None:
+        for span, sums in zip(self._spans, self._sums, strict=True):
+            keep = math.exp(-seconds / span)
+            sums[0] = sums[0] * keep + upper
+            sums[1] = sums[1] * keep + lower
+
+    @property
+    def growth(self) -> float:
+        """The ratio of late to that since long: 1 where next to nothing came since long, as if one had come of late."""
+        (upper, lower), (usual, count) = self._sums
+        return upper / max(1.0, lower) / (usual / count) if count >= 1 and usual > 0 else 1.0
 
 
 class _Unusual:
@@ -333,7 +343,7 @@ class _LowLoad:
             self._quiet.setdefault(span, _QuietReadings(settings.low_load_quantile, span))
             self._scales.append((span, _Scale(width, rise, span)))
         self.leak: _LowLoadLeak | None = None
-        self._prompts = _PromptLength(memory)
+        self._of_late = _LengthOfLate(memory)
         self.unusual = _Unusual(settings.unusual_ticket_times, settings.unusual_for)
         self.very_unusual = _Unusual(settings.unusual_page_times, settings.unusual_for)
         self.outlasting = _Unusual(settings.unusual_page_times, _HOLDS * settings.hold_time)
@@ -346,7 +356,7 @@ class _LowLoad:
         running = known(reading.running) or 0.0
         waiting = bool(known(reading.waiting))
         self._length.add(t, reading, learning=not waiting)
-        self._prompts.add(t, reading)
+        self._of_late.add(t, reading)
         if not waiting:
             self._factor.add(t, running, used)  # in a full pool blocks do not follow requests
         quiet = {span: readings.add(t, running) for span, readings in self._quiet.items()}
@@ -354,7 +364,7 @@ class _LowLoad:
         if factor is None:
             return self.leak is not before
         each = max(0.0, factor) * self._length.growth
-        self._follow_unusual(t, used, max(each, max(0.0, factor) * self._prompts.growth), running)
+        self._follow_unusual(t, used, max(each, max(0.0, factor) * self._of_late.growth), running)
         rest = used - self._owned(each, running, longest)
         for index, (span, scale) in enumerate(self._scales):
             if waiting and index == 0:
