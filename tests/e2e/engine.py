@@ -25,6 +25,8 @@ from tests.e2e.processes import ServerProcess, free_port, patient_get, wait_unti
 from tests.e2e.vllm_setup import VllmVenv
 
 MODEL_NAME = "tiny"
+GROUP_NICE = 10  # of a server's session
+HANG_TRIES = 5
 START_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 120.0
 POOL_BLOCKS = 33
@@ -166,11 +168,14 @@ class VllmEngine(ServerProcess):
         )
 
     def start(self) -> None:
-        """Starts the server; one that could keep every processor busy leaves one to the programs around it afterwards.
+        """Starts the server, which comes after the programs around it from then on.
 
-        On both of two, under Linux 6.18.44, two ranks left the daemon and the clients without any for 6 s at a time.
+        Under Linux 6.18.44 its processes, which wait by looking again and again, left the daemon and the clients on two
+        processors without any for 6 s at a time. One that could keep every processor busy leaves one to them.
         """
         super().start()
+        with contextlib.suppress(OSError):  # a kernel without groups of a session each
+            Path(f"/proc/{self.pid}/autogroup").write_text(str(GROUP_NICE), encoding="ascii")
         processors = os.sched_getaffinity(0)
         if len(self._with_role(Role.WORKER)) >= len(processors) > 1:
             self._run_on(processors - {max(processors)})
@@ -206,6 +211,28 @@ class VllmEngine(ServerProcess):
             f"rank {rank} works",
             interval_s=0.02,
         )
+
+    def hang_under_load(self, n: int = 8, *, concurrency: int = 4, rank: int = 0) -> Load:
+        """Hangs the model's process of a rank (SIGSTOP) while it works, and returns the load that waits for it.
+
+        The machine may keep this program waiting until all was served: then it is tried again.
+        """
+        for _ in range(HANG_TRIES):
+            load = self.start_load(n, concurrency=concurrency, rank=rank)
+            self.wait_until_requests_run(rank)
+            self.sigstop_worker(rank)
+            if self._stands_still(rank) and not load.finished:
+                return load
+            self.sigcont_worker(rank)
+            load.results()
+        raise RuntimeError(f"{HANG_TRIES} loads of {n} requests were served before the server could be stopped")
+
+    def _stands_still(self, rank: int) -> bool:
+        """Whether requests run by its page, once no more tokens come out."""
+        before: float | None = -1.0
+        while (tokens := self.metric("vllm:generation_tokens_total", engine=str(rank))) != before:
+            before = tokens
+        return (self.metric("vllm:num_requests_running", engine=str(rank)) or 0) > 0
 
     def says_healthy(self) -> bool:
         return patient_get(f"{self.url}/health").status_code == HTTPStatus.OK

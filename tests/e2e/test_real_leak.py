@@ -327,9 +327,7 @@ class TestAHealthyServer:
         assert watched.alarms.changes == []
 
     def test_is_stuck_when_its_worker_hangs_under_load(self, watched: Watched) -> None:
-        load = watched.engine.start_load(8, concurrency=4, timeout_s=LOAD_TIMEOUT_S)
-        watched.engine.wait_until_requests_run()
-        watched.engine.sigstop_worker()
+        load = watched.engine.hang_under_load()
         try:
             stopped = time.monotonic()
             found = watched.wait_for(

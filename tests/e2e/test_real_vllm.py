@@ -210,7 +210,7 @@ class TestOneEngine:
         assert tokens == POOL_BLOCKS * BLOCK_TOKENS
 
     def test_shows_a_pool_that_is_too_small_for_the_load(self, watched: Watched) -> None:
-        load = watched.engine.start_load(36)
+        load = watched.engine.start_load(108, concurrency=36)
 
         def overloaded(page: Page) -> bool:
             return (
@@ -269,9 +269,7 @@ class TestOneEngine:
         assert watched.number(page, "generation_tokens_total") < before + 8 * 300
 
     def test_is_frozen_while_its_worker_hangs_behind_a_green_health_check(self, watched: Watched) -> None:
-        load = watched.engine.start_load(8, concurrency=4)
-        watched.engine.wait_until_requests_run()
-        watched.engine.sigstop_worker()
+        load = watched.engine.hang_under_load()
         try:
             stopped = time.monotonic()
             page = watched.daemon.wait_for(lambda page: watched.state(page) == "frozen", "frozen", 2 * FROZEN_WITHIN_S)
@@ -393,9 +391,7 @@ class TestTwoDataParallelRanks:
 
     def test_are_frozen_one_by_one(self, watched: Watched) -> None:
         """The other rank works on, and so does the server's health check."""
-        hanging = watched.engine.start_load(8, concurrency=4, rank=1)
-        watched.engine.wait_until_requests_run(rank=1)
-        watched.engine.sigstop_worker(rank=1)
+        hanging = watched.engine.hang_under_load(rank=1)
         try:
             stopped = time.monotonic()
             working = watched.engine.start_load(200, concurrency=1, rank=0)
