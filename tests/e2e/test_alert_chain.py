@@ -24,8 +24,9 @@ from tests.sources.vllm.servers import Engine, FakeVllm, Request
 pytestmark = pytest.mark.timeout(900)
 
 SPEED = "4"
-# A page of a full pool needs two minutes of the engine's own work before, which a story must leave it.
-SPEEDS = {"capacity": "2"}
+# A page of a full pool needs two minutes of the engine's own work before, which a story must leave it; and none may
+# come round to its next page before all have been told.
+SPEEDS = {"capacity": "2", "leak": "2"}
 RANKS = 8
 FROZEN_S, MOVING_S = 7.0, 4.0
 FLAPS = 3
