@@ -36,7 +36,7 @@ HOW = """\
 - The scheduler is that of vLLM 0.32.0, driven without a worker: the same loads of 6 requests in turn with the probe's
   calls around it and without, 120 times each, the first of a pair alternating. The model's part of a step comes on top.
 - Servers, {rounds} rounds (0: left out, as they have to be where the machine has other work): two of vLLM 0.32.0 on the
-  CPU with the tiny model of the tests, at the same time and in turn, the first of a pair alternating. A turn is
+  CPU with the tiny model of the tests, a processor each, and in turn, the first of a pair alternating. A turn is
   {requests} requests of {tokens} tokens at once. All columns are medians; ratio and difference are those of the pairs.
 - The parts: a process without vLLM, a pool filled with requests of 400 blocks. Memory is RssAnon with thread and file,
   less that before the import. Times are CPU times of the thread that does it.
@@ -82,9 +82,14 @@ def in_turn(rounds: int) -> tuple[list[float], list[float], float]:
         without, probed = engines
         for engine in engines:
             serve(engine)
+        processors = sorted(os.sched_getaffinity(0))
         began, before = time.monotonic(), probe_seconds(probed)
         found: tuple[list[float], list[float]] = ([], [])
         for index in range(rounds):
+            # A processor each, or whoever has just served disturbs the other: their processes wait by looking again and
+            # again. Every second round each is on the other's.
+            for engine, processor in zip(engines, processors[index // 2 % 2 :] + processors[:1], strict=False):
+                engine.run_on({processor})
             # Each is the first of the two as often as the other.
             for which in (0, 1) if index % 2 == 0 else (1, 0):
                 found[which].append(serve((without, probed)[which]))

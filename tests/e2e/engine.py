@@ -178,7 +178,7 @@ class VllmEngine(ServerProcess):
             Path(f"/proc/{self.pid}/autogroup").write_text(str(GROUP_NICE), encoding="ascii")
         processors = os.sched_getaffinity(0)
         if len(self._with_role(Role.WORKER)) >= len(processors) > 1:
-            self._run_on(processors - {max(processors)})
+            self.run_on(processors - {max(processors)})
 
     def processes(self) -> list[EngineProcess]:
         """The server's living processes, oldest first."""
@@ -325,7 +325,8 @@ class VllmEngine(ServerProcess):
         prompt = [FIRST_BYTE_TOKEN + source.randrange(BYTE_TOKENS) for _ in range(prompt_tokens)]
         return {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
 
-    def _run_on(self, processors: Set[int]) -> None:
+    def run_on(self, processors: Set[int]) -> None:
+        """Keeps all of the server's threads on some processors from now on."""
         for process in self.session():
             with contextlib.suppress(psutil.NoSuchProcess):
                 for thread in process.threads():
