@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from oomwatch import units
 from oomwatch.detectors.base import Finding
+from oomwatch.detectors.capacity import TRUE_AFTER_ABORTS
 from oomwatch.observations import EngineFacts
 from oomwatch.sources.vllm.meaning import release
 
@@ -34,7 +35,6 @@ FLAGS: Mapping[str, tuple[int, ...]] = {
 """vLLM's flags that advice names, with the first release that has each; empty: all that are supported."""
 
 _WATERMARK = (0, 24)  # the V1 scheduler's setting, off by default (PR #44594)
-_STATISTICS_AFTER_ABORTS = (0, 10, 2)  # gauges are true again after the last request was aborted (PR #22995)
 _NO_EXPANDABLE_WITH_CONNECTOR = (0, 21)  # vLLM refuses to start with both (PR #41237)
 
 
@@ -540,7 +540,7 @@ def _kv_block_leak(case: _Case) -> _Advice:
         yield _SAVE
         when = case.before()
         yield _restarted(when, "blocks that are lost come back by nothing else")
-    if case.has(_STATISTICS_AFTER_ABORTS) is False:
+    if case.has(TRUE_AFTER_ABORTS) is False:
         yield (
             "Before that send it one request: releases before 0.10.2 may show old numbers after an abort, and if they "
             "fall to 0 nothing was lost."

@@ -627,7 +627,8 @@ class EngineStuckSettings(Section):
 
 
 _V1 = (0, 7)  # releases before it are V0 unless asked otherwise, which looks at its gauges every 10 s
-_TRUE_AFTER_ABORTS = (0, 10, 2)  # up to then V1 pushes no statistics when an abort ends the last request (PR #22995)
+TRUE_AFTER_ABORTS = (0, 10, 2)
+"""vLLM's first release whose V1 pushes statistics when an abort ends the last request (PR #22995)."""
 
 
 class _Pace:
@@ -904,7 +905,7 @@ class EngineStuck:
 def _may_be_left_over(sample: RankSample) -> bool:
     """Whether its gauges may be those of requests that were aborted. Only V0 counts swapped requests."""
     version = sample.version
-    return version is not None and _V1 <= version < _TRUE_AFTER_ABORTS and known(sample.reading.swapped) is None
+    return version is not None and _V1 <= version < TRUE_AFTER_ABORTS and known(sample.reading.swapped) is None
 
 
 def _unbelieved(silent: dict[str, _Progress]) -> Finding:
