@@ -26,6 +26,7 @@ from oomwatch.detectors.base import (
     Subject,
     unknown,
 )
+from oomwatch.detectors.rates import MAX_GAP_S
 from oomwatch.detectors.standing import Standing
 from oomwatch.detectors.statistics import (
     BinnedFloors,
@@ -150,7 +151,6 @@ _HOLDS = 3  # times the hold time: a floor over so long is no connector's
 _FEW = 10  # requests, below which their mean length tells little of what they own
 _MEMORY_WINDOWS = 24  # widths of a window, among whose readings quiet ones are looked for
 _LEAST_PAIRS = 200  # of readings between which requests came or went, to know what one usually owns
-_MAX_GAP = 400.0  # seconds between two readings that say something of the time between them
 _LARGEST_GAP = 120.0  # between two readings whose difference still tells how blocks follow requests
 
 
@@ -255,12 +255,15 @@ class _LengthOfLate:
         if prompt is None or generated is None or by_reason is None or running is None:
             return
         finished = sum(by_reason.values())
-        now = (t, prompt, generated, finished + running, finished)
-        last, self._last = self._last, now
-        if last is None or any(value < before for value, before in zip(now[1:3], last[1:3], strict=True)):
+        last, self._last = self._last, (t, prompt, generated, running, finished)
+        if last is None:
             return
-        self._prompts.add(t - last[0], prompt - last[1], now[3] - last[3])
-        self._generations.add(t - last[0], generated - last[2], finished - last[4])
+        seconds, more_prompt, more_generated, more_running, more_finished = (
+            now - before for now, before in zip(self._last, last, strict=True)
+        )
+        if more_prompt >= 0 and more_generated >= 0:
+            self._prompts.add(seconds, more_prompt, more_finished + more_running)
+            self._generations.add(seconds, more_generated, more_finished)
 
     @property
     def growth(self) -> float:
@@ -303,7 +306,7 @@ class _Unusual:
 
     def add(self, t: float, used: float, each: float, running: float) -> None:
         """Take in a reading; a gap between two begins anew."""
-        if self._last is not None and t - self._last > _MAX_GAP:
+        if self._last is not None and t - self._last > MAX_GAP_S:
             self._floor.clear()
         self._last = t
         self._floor.add(t, used - self.times * each * max(running, _FEW / 2))
@@ -430,7 +433,7 @@ class KvBlockLeak:
     more than R x L tokens; what is used beyond that is owned by nobody. Both give a lower bound for the loss, at once
     and without any trend. Every reading is an upper bound, so a loss that traffic undercuts is taken back. Engines
     that are never so quiet are judged by their floors under low load. Where a KV connector holds blocks of finished
-    requests by right, the loss is what stays for longer than it may hold them. About 45 KB per rank.
+    requests by right, the loss is what stays for longer than it may hold them. About 70 KB per rank.
     """
 
     verdict = "kv-block-leak"
@@ -697,9 +700,7 @@ class KvBlockLeak:
         settings = self.settings
         ticket, page = settings.ticket_share, settings.page_share
         if holding:
-            ticket, page = settings.connector_ticket_share, settings.connector_page_share
-            if self._reclaims:
-                page = max(page, 1.2 * self._reclaimed_from)
+            ticket, page = settings.connector_ticket_share, self._held_page_share
         soon = eta is not None and eta.high is not None and eta.seconds <= settings.page_within
         if lost >= page or (not holding and soon and lost >= settings.page_growing_share):
             return "page"
@@ -707,6 +708,12 @@ class KvBlockLeak:
             return "ticket"
         at_least = max(0.001, 1.5 / self._blocks) if self._blocks else 0.01
         return "info" if lost >= at_least and not holding else "clear"
+
+    @property
+    def _held_page_share(self) -> float:
+        """What pages where blocks may be held by right: more than was ever given back."""
+        page = self.settings.connector_page_share
+        return max(page, 1.2 * self._reclaimed_from) if self._reclaims else page
 
     def _is_wedged(self, t: float) -> bool:
         if self._wedged_since is None or self._moved is None:
@@ -718,8 +725,8 @@ class KvBlockLeak:
         """What so many requests do not usually own: much of the pool, or less of it beside a loss known otherwise."""
         settings, load = self.settings, self._low_load
         if self._holding:
-            page = max(settings.connector_page_share, 1.2 * self._reclaimed_from if self._reclaims else 0.0)
-            return _state_by(load.outlasting.floor(t) or 0.0, page, page), load.outlasting
+            share = load.outlasting.floor(t) or 0.0
+            return "page" if share >= self._held_page_share else "clear", load.outlasting
         if (load.very_unusual.floor(t) or 0.0) >= settings.unusual_page_share:
             return "page", load.very_unusual
         page = 1.0
@@ -727,21 +734,18 @@ class KvBlockLeak:
             page = settings.page_share
         elif LEVEL[low] >= LEVEL["ticket"]:
             page = settings.low_load_page_share
-        return _state_by(load.unusual.floor(t) or 0.0, settings.unusual_ticket_share, page), load.unusual
+        share = load.unusual.floor(t) or 0.0
+        state: State = "page" if share >= page else "ticket" if share >= settings.unusual_ticket_share else "clear"
+        return state, load.unusual
 
     def _unusual_finding(self, t: float, state: State, found: _Unusual, evidence: Evidence) -> Finding:
         floor = found.floor(t) or 0.0
         eta = self._eta(floor, found.trend())
-        more: dict[str, float | int | str] = {"floor_ratio": floor, "method": _UNUSUAL}
-        if self._blocks:
-            more["floor_blocks"] = round(floor * self._blocks)
         summary = (
             f"{self._amount(floor)} ({units.ratio(floor)}) were in use for {units.duration(found.span)} beyond "
-            f"{found.times:g} times what so many requests usually own"
+            f"{found.times:g} times what so many requests usually own{_until(eta)}."
         )
-        if eta is not None:
-            summary += f"; at this pace the pool is gone in {units.duration(eta.seconds)}"
-        return Finding(state, 0.8, f"{summary}.", {**evidence, **more}, eta)
+        return Finding(state, 0.8, summary, {**evidence, **self._inferred(floor, _UNUSUAL)}, eta)
 
     def _low_load_state(self) -> State:
         leak = self._low_load.leak
@@ -788,16 +792,18 @@ class KvBlockLeak:
             evidence["method"] = self._how
         return evidence
 
+    def _inferred(self, floor: float, method: str) -> Evidence:
+        """What takes the place of what is lost for sure."""
+        found: dict[str, float | int | str] = {"floor_ratio": floor, "method": method}
+        return {**found, "floor_blocks": round(floor * self._blocks)} if self._blocks else found
+
     def _amount(self, share: float) -> str:
         if self._blocks:
             return f"{units.count(round(share * self._blocks))} of {units.count(self._blocks)} KV blocks"
         return f"{units.ratio(share)} of the KV pool"
 
     def _summary(self, lost: float, eta: Eta | None) -> str:
-        text = f"{self._amount(lost)} ({units.ratio(lost)}) belong to no request"
-        if eta is not None:
-            text += f"; at this pace the pool is gone in {units.duration(eta.seconds)}"
-        return text + "."
+        return f"{self._amount(lost)} ({units.ratio(lost)}) belong to no request{_until(eta)}."
 
     def _wedge_finding(self, t: float, evidence: Evidence) -> Finding:
         since = t - (self._wedged_since or t)
@@ -814,29 +820,24 @@ class KvBlockLeak:
         leak = self._low_load.leak
         assert leak is not None
         eta = self._eta(leak.floor, leak.trend)
-        more: dict[str, float | int | str] = {"floor_ratio": leak.floor, "method": "low load"}
-        if self._blocks:
-            more["floor_blocks"] = round(leak.floor * self._blocks)
         return Finding(
             state,
             0.8,
             f"{self._amount(leak.floor)} stay taken when few requests run, {units.ratio(leak.rise)} of the pool more "
             f"than {units.duration(_STEPS * leak.width)} before.",
-            {**evidence, **more},
+            {**evidence, **self._inferred(leak.floor, "low load")},
             eta,
         )
+
+
+def _until(eta: Eta | None) -> str:
+    return "" if eta is None else f"; at this pace the pool is gone in {units.duration(eta.seconds)}"
 
 
 def _growth(points: Sequence[Point]) -> Trend | None:
     """The trend of what is lost, None before it has grown often enough to be called growth."""
     rises = sum(b[1] - a[1] > _RISE_TOLERANCE for a, b in pairwise(points))
     return theil_sen(points) if rises >= _LEAST_RISES else None
-
-
-def _state_by(share: float, ticket: float, page: float) -> State:
-    if share >= page:
-        return "page"
-    return "ticket" if share >= ticket else "clear"
 
 
 def _share(reading: RankReading) -> float | None:
