@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -24,7 +23,7 @@ from benchmarks.detection.families import APART, FAMILIES, FAULT_CLASSES, HEALTH
 from benchmarks.detection.render import EPOCH, observations
 from benchmarks.detection.results import Results
 from benchmarks.detection.score import Outcome
-from benchmarks.detection.traffic import TRACES, Traces
+from benchmarks.detection.traffic import TRACES, Traces, traces_in
 from benchmarks.detection.world import Label, Run, build, strained
 
 QUICK = ("idle_nights", "missing_scrapes", "kv_finish", "gpu_steady", "host_steady", "stuck_engine")
@@ -182,7 +181,7 @@ def outcome_of(scenario: Scenario, work: Options, whole: bool | None = None) -> 
     ``whole``: ask for every verdict until the end; of faults, one run in :data:`WHOLE` unless said.
     """
     begin = time.process_time()
-    run = build(scenario, _traces(work.traces))
+    run = build(scenario, traces_in(work.traces))
     if run is None:
         return None
     if whole is None:
@@ -217,12 +216,6 @@ def outcome_of(scenario: Scenario, work: Options, whole: bool | None = None) -> 
         others,
         round(time.process_time() - begin, 1),
     )
-
-
-@lru_cache(maxsize=1)
-def _traces(folder: Path | None) -> Traces:
-    """Read once in each process."""
-    return Traces(folder)
 
 
 def _detector(name: str) -> Detector:

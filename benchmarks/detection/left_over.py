@@ -16,7 +16,7 @@ from benchmarks.detection import sets
 from benchmarks.detection.families import draw, with_version
 from benchmarks.detection.ours import detect
 from benchmarks.detection.render import EPOCH, observations
-from benchmarks.detection.traffic import TRACES, Traces
+from benchmarks.detection.traffic import TRACES, traces_in
 from benchmarks.detection.world import build
 
 VERSION = "0.9.2"
@@ -24,7 +24,7 @@ VERSION = "0.9.2"
 
 def first_page(family: str, number: int) -> tuple[float, float | None] | None:
     """GPU-weeks of a run, and seconds from the hang (or the start) to its first page; None where it came to no harm."""
-    run = build(with_version(draw(family, sets.load()["tune"].spec, number), VERSION), Traces(TRACES))
+    run = build(with_version(draw(family, sets.load()["tune"].spec, number), VERSION), traces_in(TRACES))
     if run is None:
         return None
     onset = run.label.onset if run.label else 0.0

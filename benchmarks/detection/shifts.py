@@ -20,7 +20,7 @@ from benchmarks.detection.families import draw
 from benchmarks.detection.ours import detect
 from benchmarks.detection.render import observations
 from benchmarks.detection.spec import DAY, Workload
-from benchmarks.detection.traffic import TRACES, Traces
+from benchmarks.detection.traffic import TRACES, traces_in
 from benchmarks.detection.world import build
 
 FAMILIES = ("diurnal", "always_busy", "bursts", "idle_nights")
@@ -59,7 +59,7 @@ def worst(run: tuple[str, int, Shift]) -> str:
     """The worst state of ``kv-block-leak`` in a run: clear, ticket or page."""
     family, number, shift = run
     scenario = draw(family, sets.load()["tune"].spec, number)._replace(days=2.5, ranks=1)
-    built = build(scenario, Traces(TRACES), shift.of)
+    built = build(scenario, traces_in(TRACES), shift.of)
     assert built is not None
     changes = detect(observations(built, lengths=False, ticks=4, devices=False, host=False), {"kv-block-leak"})
     states = {state for _, _, state, _ in changes}

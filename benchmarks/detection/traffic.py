@@ -238,6 +238,12 @@ def _by_quantiles(values: tuple[int, ...], u: Floats) -> Ints:
     return np.exp(np.interp(u, QUANTILES, np.log(values))).astype(np.int64)
 
 
+@lru_cache(maxsize=1)
+def traces_in(folder: Path | None) -> Traces:
+    """Those of a folder, which are read once in each process."""
+    return Traces(folder)
+
+
 @lru_cache(maxsize=256)
 def _made_up(source: str, client: int) -> tuple[Floats, Floats]:
     """Two weeks of a client of the fitted generator, the same at each call."""
