@@ -212,20 +212,20 @@ class VllmEngine(ServerProcess):
             interval_s=0.02,
         )
 
-    def hang_under_load(self, n: int = 8, *, concurrency: int = 4, rank: int = 0) -> Load:
+    def hang_under_load(self, rank: int = 0) -> Load:
         """Hangs the model's process of a rank (SIGSTOP) while it works, and returns the load that waits for it.
 
         The machine may keep this program waiting until all was served: then it is tried again.
         """
         for _ in range(HANG_TRIES):
-            load = self.start_load(n, concurrency=concurrency, rank=rank)
+            load = self.start_load(8, concurrency=4, rank=rank)
             self.wait_until_requests_run(rank)
             self.sigstop_worker(rank)
             if self._stands_still(rank) and not load.finished:
                 return load
             self.sigcont_worker(rank)
             load.results()
-        raise RuntimeError(f"{HANG_TRIES} loads of {n} requests were served before the server could be stopped")
+        raise RuntimeError(f"{HANG_TRIES} loads were served before the server could be stopped")
 
     def _stands_still(self, rank: int) -> bool:
         """Whether requests run by its page, once no more tokens come out."""
