@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from oomwatch import savedstate
-from oomwatch.database import FILE, Archive, Block, Limits, Unusable, opened
+from oomwatch.database import FILE, Archive, Block, Database, Limits, Unusable, opened
 from oomwatch.history import History, default_directory
 from oomwatch.judge import Judge
 from oomwatch.node import Node
@@ -450,8 +450,26 @@ def test_nothing_in_the_pipelines_way_waits_for_the_disk(tmp_path: Path) -> None
             first.history.observe(Tick(observation.t))
         assert time.process_time() - begin < 5
         wait_until(lambda: first.history.status.lost_observations > 0)
+        assert "its disk hangs or is too slow" in first.history.status.problem
         holder.execute("ROLLBACK")
         holder.close()
+        first.minutes(2)
+        wait_until(lambda: not first.history.status.problem)
+
+
+def test_a_defect_of_its_own_is_told_and_goes_on_with_what_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with life(tmp_path, Clock()) as first:
+        first.minutes(1)
+        first.written()
+        with monkeypatch.context() as broken:
+            broken.setattr(Database, "size", lambda _: 1 // 0)
+            first.minutes(1)
+            wait_until(lambda: first.history.status.failures > 0)
+            assert first.history.status.problem.startswith("a defect of oomwatch: ZeroDivisionError")
+        first.minutes(1)
+        wait_until(lambda: not first.history.status.problem)
 
 
 # --- where it is kept ------------------------------------------------------------------------------------------

@@ -143,6 +143,7 @@ class History:
         self._repeats = Repeats()
         self._thread = threading.Thread(target=self._run, name="history", daemon=True)
         self._looked = threading.Event()  # the database was opened, or could not be
+        self._setting = threading.Lock()
         self._status = HistoryStatus(enabled=True, path=str(self.path))
 
     @property
@@ -197,8 +198,9 @@ class History:
         try:
             self._queue.put(batch, block=last, timeout=_STOP_SECONDS if last else None)
         except queue.Full:
-            self._set(lost_observations=self._status.lost_observations + len(batch.observations))
-            self._repeats.failed(_log, "slow", "history cannot keep up", "the disk is too slow; observations are lost")
+            problem = f"{self.path} does not take what comes: its disk hangs or is too slow, observations are lost"
+            self._set(problem=problem, lost=len(batch.observations))
+            self._repeats.failed(_log, "slow", "history cannot keep up", problem)
 
     def _state(self, judge: Judge) -> tuple[float, str, bytes] | None:
         try:
@@ -305,7 +307,7 @@ class History:
         self._encoder.tell_facts()
 
     def _failed(self, problem: Unusable) -> None:
-        self._set(problem=str(problem), failures=self._status.failures + 1)
+        self._set(problem=str(problem), failed=1)
         self._repeats.failed(_log, "write", "history is kept in memory only", str(problem))
         if isinstance(problem, Damaged) and self._database is not None:
             self._database.close(clean=False)
@@ -325,9 +327,10 @@ class History:
             batch = self._queue.get()
             try:
                 self._write(batch)
-            except Exception:
-                self._set(failures=self._status.failures + 1)
+            except Exception as error:
+                self._set(problem=f"a defect of oomwatch: {type(error).__name__}: {error}", failed=1)
                 _log.exception("history could not be written")
+                self._trim()
             if batch.last:
                 if self._database is not None:
                     self._database.close(clean=not self._waiting)
@@ -372,10 +375,17 @@ class History:
             block = self._waiting.popleft()
             waiting -= len(block.data)
             lost += block.observations
-        self._set(waiting_bytes=waiting, lost_observations=self._status.lost_observations + lost)
+        self._set(waiting_bytes=waiting, lost=lost)
 
-    def _set(self, **changes: object) -> None:
-        self._status = replace(self._status, **changes)  # type: ignore[arg-type]  # names and types stand in callers
+    def _set(self, *, lost: int = 0, failed: int = 0, **changes: object) -> None:
+        """From the pipeline's thread and from the writer's: counts are added, so that none of them gets lost."""
+        with self._setting:
+            self._status = replace(
+                self._status,
+                lost_observations=self._status.lost_observations + lost,
+                failures=self._status.failures + failed,
+                **changes,  # type: ignore[arg-type]  # names and types stand in callers
+            )
 
 
 def facts_in(document: str | None) -> tuple[EngineFacts, ...]:
