@@ -146,6 +146,42 @@ def _alerts(links: Links) -> Iterator[Alert]:
     )
     yield _alert(
         links,
+        "OomwatchHostUnreadable",
+        'oomwatch_source_up{source=~"host|discovery"} == 0',
+        "warning",
+        "15m",
+        summary="oomwatch on {{ $labels.instance }} cannot read its host's processes ({{ $labels.source }})",
+        description="For 15 minutes oomwatch could not read /proc ({{ $labels.source }}): new engines are not found, "
+        "growth of host memory is not seen, and it is not known whose the memory of the GPUs is.",
+        action="Look at the daemon's page, under where it all comes from, for why /proc cannot be read.",
+        comment="An engine that is configured is watched on, and so is each GPU.",
+    )
+    yield _alert(
+        links,
+        "OomwatchHistoryNotWritten",
+        "oomwatch_history_up == 0",
+        "warning",
+        "15m",
+        summary="oomwatch on {{ $labels.instance }} cannot write to its disk: a restart would forget what it learnt",
+        description="For 15 minutes memory alone keeps what is observed. Nothing else changes until oomwatch is "
+        "restarted: then slow leaks are sought anew, and the hours before cannot be replayed.",
+        action="On the node look for a full or read-only disk under oomwatch's folder (df, mount), and read its log.",
+        comment="The daemon tries again by itself. It has no such series where nothing is to be kept.",
+    )
+    yield _alert(
+        links,
+        "OomwatchInternalErrors",
+        "increase(oomwatch_internal_errors_total[15m]) > 0",
+        "warning",
+        "1m",
+        summary="oomwatch on {{ $labels.instance }} has a defect: it could not take up all that it observed",
+        description="Within 15 minutes oomwatch failed inside: some of what it observed was left out, or its page was "
+        "empty for a moment. Verdicts may be late, and some may be missing.",
+        action="Save oomwatch's log of the last hour, which has the traceback, and report it with its version.",
+        comment="What is left out is told nowhere else. A snapshot that cannot be built is no old one: it is empty.",
+    )
+    yield _alert(
+        links,
         "OomwatchConfigReloadFailed",
         "oomwatch_config_last_reload_successful == 0",
         "warning",

@@ -536,13 +536,14 @@ def _misses_pool(scrape: EngineScrape) -> bool:
 
 # --- sources ---------------------------------------------------------------------------------------------------
 
-_SOURCE_NAMES: Mapping[str, str] = {
+SOURCE_NAMES: Mapping[str, str] = {
     "nvml": "Reading GPUs",
     "vllm": "Reading engines",
     "host": "Reading the host's processes and memory",
     "allocator": "Reading oomwatch-probe's files",
     "log": "Reading engines' logs",
     "discovery": "The search for vLLM servers",
+    "probe": "Asking an engine for a token",
 }
 
 
@@ -557,7 +558,7 @@ def _of_source(source: SourceView, snapshot: Snapshot, told: set[tuple[str, str]
         "warning",
         "source",
         f"{source.source}:{source.target}" if source.target else source.source,
-        f"{_SOURCE_NAMES.get(source.source, source.source)}{about} {verb}"
+        f"{SOURCE_NAMES.get(source.source, source.source)}{about} {verb}"
         f"{f': {_clause(source.error)}' if source.error else ''}.",
         "Read oomwatch's log." if source.up is False else "Read oomwatch's log; if it says nothing, restart oomwatch.",
         source.last_success,

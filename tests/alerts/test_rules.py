@@ -26,6 +26,7 @@ from oomwatch.detectors.base import LEVEL, State, Subject
 from oomwatch.families import FAMILIES
 from oomwatch.incidents import TABLE
 from oomwatch.snapshot import Snapshot
+from oomwatch.status import SOURCE_NAMES
 from oomwatch.verdicts import CATALOGUE
 from tests.alerts.promql import (
     RULES,
@@ -306,6 +307,33 @@ class TestEachAlert:
     def test_on_a_verdict_links_to_the_daemons_page(self, rule: Rule) -> None:
         if rule.file == "oomwatch-verdicts.yml":
             assert rule.data["annotations"]["page"] == "http://{{ $labels.instance }}/"
+
+
+class TestTheDaemonsOwnHealth:
+    """What is not seen raises no alarm, so that each way not to see has one of its own."""
+
+    def test_each_source_that_fails_is_told(self) -> None:
+        by_verdicts = {"nvml", "vllm", "probe"}  # gpu-lost, nvml-stuck, source-stale, engine-stuck
+        told = [
+            matcher
+            for rule in rules()
+            for selector in selectors(rule.expr)
+            if selector.name == "oomwatch_source_up"
+            for matcher in selector.matchers.matchers
+            if matcher.name == "source"
+        ]
+        by_rules = {source for source in SOURCE_NAMES for one in told if re.fullmatch(one.value, source)}
+        assert by_verdicts | by_rules == set(SOURCE_NAMES)
+        assert not by_verdicts & by_rules
+
+    def test_each_number_of_it_that_can_be_bad_is_told(self) -> None:
+        own = {family.name for family in FAMILIES if family.section in OWN_SECTIONS}
+        can_be_bad = {name for name in own if re.search(r"_(up|successful|waiting|internal_errors_total)$", name)}
+        assert can_be_bad
+        assert can_be_bad <= {str(selector.name) for rule in rules() for selector in selectors(rule.expr)}
+
+
+OWN_SECTIONS = {"The daemon", "The memory on disk", "Notifications", "Sources"}
 
 
 # --- lint --------------------------------------------------------------------------------------------------------
