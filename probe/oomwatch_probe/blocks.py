@@ -180,7 +180,7 @@ class CoreReader:
     """Reads the pool of one scheduler, again and again. ``enter`` and ``leave`` are called around its calls."""
 
     def __init__(self, scheduler: Any, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._scheduler = weakref.ref(scheduler)
+        self.scheduler = weakref.ref(scheduler)
         self._interval_s = interval_s
         self._clock = clock
         self._due = clock()
@@ -197,13 +197,10 @@ class CoreReader:
         self.texts: dict[str, str] = {}
         self.switched_off = False
 
-    def reads(self, scheduler: object) -> bool:
-        return self._scheduler() is scheduler
-
     @property
     def gone(self) -> bool:
         """The engine was shut down, and its process lives on."""
-        return self._scheduler() is None
+        return self.scheduler() is None
 
     def enter(self, is_step: bool) -> None:
         """The scheduler is about to work; what it did before is whole. Takes some hundred nanoseconds. Never raises."""
@@ -233,7 +230,7 @@ class CoreReader:
 
     def _read(self) -> None:
         if self._pool is None:
-            scheduler = self._scheduler()
+            scheduler = self.scheduler()
             if scheduler is None:
                 return
             self._pool = Pool(scheduler)

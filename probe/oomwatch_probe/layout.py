@@ -177,17 +177,13 @@ def encode(sequence: int, numbers: Mapping[str, int | Absence], texts: Mapping[s
 
     Raises KeyError for a name that the layout does not have.
     """
-    for name in numbers:
-        if name not in _NUMBER_NAMES:
-            raise KeyError(name)
-    for name in texts:
-        if name not in TEXTS:
-            raise KeyError(name)
-    body = _BODY.pack(
-        sequence,
-        *(_encoded(numbers.get(name, Absence.NOT_YET)) for name in NUMBERS),
-        *(_cut(texts.get(name, ""), width) for name, width in TEXTS.items()),
-    )
+    values: list[int | bytes] = list(_NOTHING)
+    values[0] = sequence
+    for name, value in numbers.items():
+        values[_PLACE_OF_NUMBER[name]] = _encoded(value)
+    for name, text in texts.items():
+        values[_PLACE_OF_TEXT[name]] = _cut(text, TEXTS[name])
+    body = _BODY.pack(*values)
     header = _HEADER.pack(MAGIC, VERSION, FILE_SIZE, zlib.crc32(body))
     return header + body + _PADDING
 
@@ -215,7 +211,9 @@ def decode(data: bytes) -> Report:
     return Report(sequence, numbers, texts)
 
 
-_NUMBER_NAMES = frozenset(NUMBERS)
+_PLACE_OF_NUMBER = {name: place for place, name in enumerate(NUMBERS, start=1)}
+_PLACE_OF_TEXT = {name: place for place, name in enumerate(TEXTS, start=1 + len(NUMBERS))}
+_NOTHING: tuple[int | bytes, ...] = (0, *(-Absence.NOT_YET.value for _ in NUMBERS), *(b"" for _ in TEXTS))
 _LARGEST = (1 << 63) - 1
 
 

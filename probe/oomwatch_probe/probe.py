@@ -58,10 +58,6 @@ class Probe:
         except Exception as error:
             self._say(f"cannot watch the scheduler: {type(error).__name__}: {error}")
 
-    def core_of(self, scheduler: object) -> CoreReader | None:
-        core = self.core
-        return core if core is not None and core.reads(scheduler) else None
-
     def cuda_initialised(self) -> None:
         try:
             torch = sys.modules["torch"]
@@ -210,7 +206,9 @@ def _scheduler_made(scheduler: Any) -> None:
 
 
 def _core_of(scheduler: object) -> CoreReader | None:
-    return None if _probe is None else _probe.core_of(scheduler)
+    """Called twice in each step, and written to be short."""
+    core = None if _probe is None else _probe.core
+    return core if core is not None and core.scheduler() is scheduler else None
 
 
 def _cuda_initialised() -> None:
