@@ -112,3 +112,13 @@ def test_mig_without_slices_is_on_and_well(watch: Watch) -> None:
     watched.cycle()
     assert (watched.poll(0).mig_enabled, watched.poll(0).mig) == (True, ())
     assert watched.seen.run(watched.uuid(0)).ok
+
+
+def test_a_mode_that_cannot_be_read_is_not_taken_for_mig_off(watch: Watch) -> None:
+    watched = sliced(watch, process_every=3)
+    watched.sim.fail(Family.MIG, pynvml.NVML_ERROR_UNKNOWN, 0, times=2)  # the slices' count, then the mode
+    watched.cycle()
+    assert watched.poll(0).mig_enabled == Absent("UNKNOWN")
+    watched.cycle()
+    assert watched.poll(0).mig_enabled is True
+    assert [part.gi for part in watched.poll(0).mig] == [7, 8]

@@ -228,14 +228,14 @@ class Device:
         if not full and not self._mig:
             return NOT_READ, ()
         mode = self._ask("nvmlDeviceGetMigMode", pynvml.nvmlDeviceGetMigMode, self.handle)
-        on = not isinstance(mode, Absent) and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+        if isinstance(mode, Absent):  # not known is not off: what is remembered of the slices stays
+            return mode, ()
+        on = mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE
         if on != self._mig:
             self._mig = on
             self._lacks.clear()
             self._lacks_field.clear()
             self._slices = {}
-        if isinstance(mode, Absent):
-            return mode, ()
         return on, (self._walk(full) or ()) if on else ()
 
     def _walk(self, full: bool) -> tuple[MigInstance, ...] | None:
