@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pynvml
+import pytest
 
 from oomwatch.observations import NOT_READ, Absent, GpuProcess, Memory, MigInstance
 from tests.nvml_sim import GIB, MIB, Family, MigSlice, Option, Process
@@ -122,3 +123,72 @@ def test_a_mode_that_cannot_be_read_is_not_taken_for_mig_off(watch: Watch) -> No
     watched.cycle()
     assert watched.poll(0).mig_enabled is True
     assert [part.gi for part in watched.poll(0).mig] == [7, 8]
+
+
+def test_a_slice_whose_uuid_cannot_be_read_is_missing_for_a_reason(watch: Watch) -> None:
+    watched = sliced(watch)
+    watched.sim.fail(Family.IDENTITY, pynvml.NVML_ERROR_UNKNOWN, 0, mig=1)
+    watched.cycle()
+    assert [part.gi for part in watched.poll(0).mig] == [7]
+    run = watched.seen.run(watched.uuid(0))
+    assert (run.ok, run.error) == (False, "slice at index 1: UNKNOWN")
+
+    watched.sim.clear(Family.IDENTITY, 0, mig=1)
+    watched.cycle()
+    assert [part.gi for part in watched.poll(0).mig] == [7, 8]
+    assert watched.seen.run(watched.uuid(0)).ok
+
+
+def test_a_new_slice_whose_instance_ids_cannot_be_read_is_missing_for_a_reason(watch: Watch) -> None:
+    watched = sliced(watch)
+    watched.sim.add_mig(0, MigSlice(9), slot=4)
+    watched.sim.fail(Family.MIG, pynvml.NVML_ERROR_NO_PERMISSION, 0, mig=4)
+    watched.cycle()
+    assert [part.gi for part in watched.poll(0).mig] == [7, 8]
+    assert watched.seen.run(watched.uuid(0)).error == "slice at index 4: NO_PERMISSION"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (pynvml.NVML_ERROR_UNKNOWN, "slice at index 0: UNKNOWN"),
+        (pynvml.NVML_ERROR_NOT_FOUND, ""),
+        (pynvml.NVML_ERROR_INVALID_ARGUMENT, ""),
+    ],
+)
+def test_only_a_slice_that_is_not_there_is_missing_without_a_reason(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, code: int, error: str
+) -> None:
+    watched = sliced(watch)
+
+    def refuse(*_: object) -> None:
+        raise pynvml.NVMLError(code)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigDeviceHandleByIndex", refuse)
+    watched.cycle()
+    assert watched.poll(0).mig == ()
+    assert watched.seen.run(watched.uuid(0)).error == error
+
+
+def test_slices_that_cannot_be_counted_are_missing_for_a_reason(watch: Watch) -> None:
+    watched = sliced(watch)
+    watched.sim.fail(Family.MIG, pynvml.NVML_ERROR_UNKNOWN, 0)
+    watched.cycle()
+    assert watched.seen.run(watched.uuid(0)).error == "slices: UNKNOWN"
+
+
+def test_a_count_that_fails_once_leaves_no_slice_out(watch: Watch) -> None:
+    watched = sliced(watch)
+    watched.sim.fail(Family.MIG, pynvml.NVML_ERROR_UNKNOWN, 0, times=1)
+    watched.cycle()
+    assert [part.gi for part in watched.poll(0).mig] == [7, 8]
+    assert watched.seen.run(watched.uuid(0)).ok
+
+
+def test_a_count_that_fails_as_mig_is_switched_off_is_no_failure(watch: Watch) -> None:
+    watched = sliced(watch)
+    watched.sim.disable_mig(0)
+    watched.sim.fail(Family.MIG, pynvml.NVML_ERROR_NOT_SUPPORTED, 0, times=1)
+    watched.cycle()
+    assert (watched.poll(0).mig_enabled, watched.poll(0).mig) == (False, ())
+    assert watched.seen.run(watched.uuid(0)).ok

@@ -111,6 +111,7 @@ class Device:
         self._unified = False
         self._mig = False
         self._slices: dict[str, tuple[int, int]] = {}
+        self._missing_slices = ""  # why slices that may be there are not in the poll
         self._until_full = 0  # polls
         self._full_next = False
 
@@ -122,6 +123,7 @@ class Device:
         begin = time.monotonic()
         full = self._until_full <= 0 or self._full_next
         self._full_next = False
+        self._missing_slices = ""
         memory = self._read_memory()
         if isinstance(memory, Absent) and (memory.reason in GONE or self.handle is None):
             self._until_full = 0
@@ -144,8 +146,12 @@ class Device:
         )
         if isinstance(processes, Absent) and processes.reason in GONE:
             self.handle = None
-        self._until_full = 0 if failure_of(poll) else (self._process_every if full else self._until_full) - 1
+        self._until_full = 0 if self.failure_of(poll) else (self._process_every if full else self._until_full) - 1
         return poll
+
+    def failure_of(self, poll: GpuPoll) -> str:
+        """What went wrong in the last poll, in short; empty when nothing did."""
+        return failure_of(poll) or self._missing_slices
 
     def describe(
         self, memory: Maybe[Memory], processes: Maybe[tuple[GpuProcess, ...]], *, seconds: float, **readings: Any
@@ -231,6 +237,8 @@ class Device:
         if isinstance(mode, Absent):  # not known is not off: what is remembered of the slices stays
             return mode, ()
         on = mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+        if not on:
+            self._missing_slices = ""
         if on != self._mig:
             self._mig = on
             self._lacks.clear()
@@ -240,8 +248,10 @@ class Device:
 
     def _walk(self, full: bool) -> tuple[MigInstance, ...] | None:
         """The slices there are; None when MIG turns out to be off."""
+        self._missing_slices = ""
         slots = self._nvml.call("nvmlDeviceGetMaxMigDeviceCount", pynvml.nvmlDeviceGetMaxMigDeviceCount, self.handle)
         if isinstance(slots, Absent) or not slots:
+            self._miss("slices", slots)
             return None
         found = []
         for slot in range(slots):
@@ -252,19 +262,23 @@ class Device:
                 slot,
                 normal="NOT_FOUND",
             )
-            if not isinstance(handle, Absent):
-                found.append(self._read_slice(handle, full))
+            if isinstance(handle, Absent):
+                self._miss(f"slice at index {slot}", handle)
+            else:
+                found.append(self._read_slice(slot, handle, full))
         slices = tuple(part for part in found if part is not None)
         self._slices = {part.uuid: (part.gi, part.ci) for part in slices}
         return slices
 
-    def _read_slice(self, handle: Handle, full: bool) -> MigInstance | None:
+    def _read_slice(self, slot: int, handle: Handle, full: bool) -> MigInstance | None:
         """A slice; None when it goes away meanwhile. The processes of one that is new are read at once."""
         uuid = self._nvml.text("nvmlDeviceGetUUID", pynvml.nvmlDeviceGetUUID, handle)
         if isinstance(uuid, Absent):
+            self._miss(f"slice at index {slot}", uuid)
             return None
         ids = self._slices.get(uuid) or self._instance_ids(handle)
-        if ids is None:
+        if isinstance(ids, Absent):
+            self._miss(f"slice at index {slot}", ids)
             return None
         memory = self._memory_of(handle)
         processes: Maybe[tuple[GpuProcess, ...]] = NOT_READ
@@ -272,10 +286,17 @@ class Device:
             processes = self._lists.read(handle, memory)
         return MigInstance(uuid, *ids, memory, processes)
 
-    def _instance_ids(self, handle: Handle) -> tuple[int, int] | None:
+    def _instance_ids(self, handle: Handle) -> Maybe[tuple[int, int]]:
         gi = self._nvml.call("nvmlDeviceGetGpuInstanceId", pynvml.nvmlDeviceGetGpuInstanceId, handle)
+        if isinstance(gi, Absent):
+            return gi
         ci = self._nvml.call("nvmlDeviceGetComputeInstanceId", pynvml.nvmlDeviceGetComputeInstanceId, handle)
-        return None if isinstance(gi, Absent) or isinstance(ci, Absent) else (gi, ci)
+        return ci if isinstance(ci, Absent) else (gi, ci)
+
+    def _miss(self, what: str, answer: Maybe[object]) -> None:
+        """Keeps why slices are left out, unless they are just gone; of several reasons the first."""
+        if isinstance(answer, Absent) and answer.reason not in GONE and not self._missing_slices:
+            self._missing_slices = f"{what}: {answer.reason}"
 
     # --- what is good to have ------------------------------------------------------------------------------------
 
@@ -341,7 +362,7 @@ def _remapped_rows(fields: list[Maybe[int]]) -> Maybe[RemappedRows]:
 
 
 def failure_of(poll: GpuPoll) -> str:
-    """What went wrong, in short; empty when nothing did.
+    """What went wrong as the poll itself shows it, in short; empty when nothing did.
 
     A MIG parent that may not be read (its slices may) and a list that the platform does not have are no failures.
     """

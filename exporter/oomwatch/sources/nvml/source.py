@@ -34,7 +34,7 @@ from oomwatch.observations import (
     TargetRemoved,
 )
 from oomwatch.sources.nvml.calls import CallStats, Nvml
-from oomwatch.sources.nvml.device import GONE, Device, Identity, address, failure_of
+from oomwatch.sources.nvml.device import GONE, Device, Identity, address
 from oomwatch.sources.nvml.driver_states import state_after, warning_about
 from oomwatch.sources.nvml.events import XidWatcher
 from oomwatch.sources.nvml.threads import Attempt, Gate, Worker
@@ -416,7 +416,7 @@ class NvmlSource:
     def _deliver(self, device: Device, poll: GpuPoll | None) -> None:
         if poll is None:
             return
-        error = failure_of(poll)
+        error = device.failure_of(poll)
         reason = poll.memory.reason if isinstance(poll.memory, Absent) else ""
         if error and error != self._failures.get(device.uuid):
             if reason in GONE:
