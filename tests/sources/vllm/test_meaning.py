@@ -66,18 +66,12 @@ def test_the_sum_over_ranks_is_divided_by_the_engines_on_the_page() -> None:
     assert [rank.pool.blocks for rank in reading.ranks] == [99, 99, 99]
 
 
-def test_unequal_ranks_are_told_by_their_own_token_capacity() -> None:
-    reading = reading_of(
-        config("0", num_gpu_blocks=300, block_size=16, kv_cache_size_tokens=100 * 16)
-        + "\n"
-        + config("1", num_gpu_blocks=300, block_size=16, kv_cache_size_tokens=200 * 16)
-    )
-    assert [rank.pool.blocks for rank in reading.ranks] == [99, 199]
-
-
-def test_a_label_that_is_one_ranks_own_is_not_divided() -> None:
-    labels = {"num_gpu_blocks": 300, "block_size": 16, "kv_cache_size_tokens": 300 * 16}
-    assert [r.pool.blocks for r in reading_of(config("0", **labels) + "\n" + config("1", **labels)).ranks] == [299, 299]
+@pytest.mark.parametrize("context_parallel", [1, 2, 4])
+def test_the_token_capacity_does_not_tell_whose_the_blocks_are(context_parallel: int) -> None:
+    """It is one rank's, shown on all, and multiplied by the ranks that share a sequence: here up to the sum's own."""
+    labels = {"num_gpu_blocks": 2000, "block_size": 16, "kv_cache_size_tokens": 1000 * 16 * context_parallel}
+    ranks = reading_of(config("0", **labels) + "\n" + config("1", **labels)).ranks
+    assert [rank.pool.blocks for rank in ranks] == [999, 999]
 
 
 def test_a_sum_that_the_ranks_cannot_share_is_ambiguous() -> None:

@@ -314,7 +314,8 @@ def _blocks_of(rank: _RankKey, configs: Mapping[_RankKey, _CacheConfig]) -> Mayb
     """The blocks of one rank, the null block included.
 
     With data parallelism vLLM sums num_gpu_blocks over the ranks that the API server serves and shows the sum on each
-    of them, while kv_cache_size_tokens (0.24+) stays a rank's own.
+    of them. No other label tells a rank's own: kv_cache_size_tokens (0.24+) is the first rank's that answered, on all
+    of them, and context parallelism multiplies it (vllm/v1/engine/core_client.py, _apply_ready_response).
     """
     peers = {key: config for key, config in configs.items() if key[0] == rank[0] and config.exposed}
     if rank not in peers:
@@ -324,16 +325,7 @@ def _blocks_of(rank: _RankKey, configs: Mapping[_RankKey, _CacheConfig]) -> Mayb
         return shown if isinstance(shown, Absent) else NOT_KNOWN
     if len(peers) == 1 or any(known(config.whole("blocks")) != shown for config in peers.values()):
         return shown
-    by_tokens = {key: _blocks_by_tokens(config) for key, config in peers.items()}
-    if sum(by_tokens.values()) == shown or by_tokens[rank] == shown:
-        return by_tokens[rank]
     return shown // len(peers) if shown % len(peers) == 0 else AMBIGUOUS
-
-
-def _blocks_by_tokens(config: _CacheConfig) -> int:
-    """Blocks that the token capacity fills, right for models with one kind of attention; 0 if it does not."""
-    tokens, block_size = known(config.whole("tokens")), known(config.whole("block_size"))
-    return tokens // block_size if tokens and block_size and tokens % block_size == 0 else 0
 
 
 def _accountings(page: Page, version: Version | None) -> tuple[Accounting, ...]:
