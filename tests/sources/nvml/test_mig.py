@@ -192,3 +192,13 @@ def test_a_count_that_fails_as_mig_is_switched_off_is_no_failure(watch: Watch) -
     watched.cycle()
     assert (watched.poll(0).mig_enabled, watched.poll(0).mig) == (False, ())
     assert watched.seen.run(watched.uuid(0)).ok
+
+
+def test_a_slice_that_has_no_process_list_is_asked_for_it_once(watch: Watch) -> None:
+    watched = watch(1, process_every=1, start=False)
+    watched.sim.enable_mig(0, TWO_SLICES)
+    watched.sim.fail(Family.COMPUTE_PROCESSES, pynvml.NVML_ERROR_NOT_SUPPORTED, 0, mig=0)
+    watched.cycle(3)
+    lists = [part.processes for part in watched.poll(0).mig]
+    assert lists == [Absent("NOT_SUPPORTED"), ()]
+    assert watched.sim.calls(Family.COMPUTE_PROCESSES, 0) == 1 + 3 + 3, "the slice once; the GPU and the other slice"

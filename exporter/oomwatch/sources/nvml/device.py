@@ -283,7 +283,7 @@ class Device:
         memory = self._memory_of(handle)
         processes: Maybe[tuple[GpuProcess, ...]] = NOT_READ
         if full or uuid not in self._slices:
-            processes = self._lists.read(handle, memory)
+            processes = self._remembered(f"processes of {uuid}", lambda: self._lists.read(handle, memory))
         return MigInstance(uuid, *ids, memory, processes)
 
     def _instance_ids(self, handle: Handle) -> Maybe[tuple[int, int]]:
