@@ -10,9 +10,11 @@ import pytest
 from oomwatch.attribution import Neighbour
 from oomwatch.node import Cadence, Node
 from oomwatch.observations import (
+    AMBIGUOUS,
     HUNG,
     IMPLAUSIBLE,
     MIG_ENABLED,
+    NOT_EXPOSED,
     NOT_READ,
     STALE,
     Absent,
@@ -361,6 +363,13 @@ class TestProgress:
         assert view.restarts == 1
         assert view.last_progress == 10
 
+    @pytest.mark.parametrize("reason", [AMBIGUOUS, NOT_EXPOSED, IMPLAUSIBLE], ids=lambda reason: reason.reason)
+    def test_a_counter_that_cannot_be_read_for_a_while_is_none(self, reason: Absent) -> None:
+        whole = rank(1, tokens=500)
+        partly = replace(whole, steps=reason)
+        view = engine(fold(scrape(0, whole), scrape(10, partly), scrape(20, whole)))
+        assert view.restarts == 0
+
     def test_a_later_start_of_the_server_is_a_restart(self) -> None:
         first, second = (replace(scrape(t, rank()), process_start=start) for t, start in ((0, 100.0), (10, 109.0)))
         assert engine(fold(first, second)).restarts == 1
@@ -410,6 +419,13 @@ class TestHostProcesses:
 
     def test_leave_when_the_host_source_fell_silent(self) -> None:
         assert engine(fold(self.facts, self.core, Tick(61))).processes == ()
+
+    def test_leave_when_the_host_source_fails_and_so_does_the_hosts_memory(self) -> None:
+        memory = HostMemory(4, 512 * GIB, 100 * GIB)
+        failed = SourceRun(5, "host", "", False, 0.1, "cannot read /proc")
+        snapshot = fold(self.facts, self.core, memory, failed)
+        assert engine(snapshot).processes == ()
+        assert snapshot.host is None
 
 
 class TestSources:

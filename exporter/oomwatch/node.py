@@ -5,7 +5,7 @@ One thread owns a :class:`Node`. It reads no clock but the observations', so a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -165,6 +165,11 @@ def _progress_counters(rank: RankReading) -> tuple[float, ...]:
         sum(finished.values()) if finished else None,
     )
     return tuple(-1.0 if value is None else value for value in readings)
+
+
+def _fell(before: Sequence[float], now: Sequence[float]) -> bool:
+    """Whether a counter fell; one that cannot be read now, or could not be before, tells nothing."""
+    return any(0 <= new < old for new, old in zip(now, before, strict=True))
 
 
 def _has_work(rank: RankReading) -> bool:
@@ -413,11 +418,7 @@ class Node:
         counters = {rank.rank: _progress_counters(rank) for rank in scrape.ranks}
         before = engine.last_answer
         restarted = before is not None and (
-            any(
-                any(new < old for new, old in zip(now, engine.progress[rank], strict=True))
-                for rank, now in counters.items()
-                if rank in engine.progress
-            )
+            any(_fell(engine.progress[rank], now) for rank, now in counters.items() if rank in engine.progress)
             or (
                 isinstance(scrape.process_start, float)
                 and isinstance(before.process_start, float)
