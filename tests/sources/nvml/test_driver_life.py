@@ -185,7 +185,7 @@ def test_known_devices_are_hung_while_the_driver_hangs_at_a_new_start(watch: Wat
 
 def test_release_gives_the_driver_back_and_resume_takes_it_again(watch: Watch) -> None:
     watched = watch(2)
-    watched.source.release()
+    assert watched.source.release() == ""
     assert watched.sim.sessions() == 0
     assert watched.seen.driver().state == "released"
 
@@ -233,10 +233,12 @@ def test_the_driver_is_not_shut_down_beneath_a_call_that_hangs(watch: Watch) -> 
     watched = watch(2, deadline=0.5)
     watched.sim.hang(Family.MEMORY, 1)
     watched.source.poll_all()
-    watched.source.release()
+    problem = watched.source.release()
     driver = watched.seen.driver()
     assert driver.state == "hung"
     assert driver.detail.startswith("the driver cannot be given back: nvmlDeviceGetMemoryInfo_v2 has not returned for")
+    assert problem == driver.detail
+    assert watched.source.released, "each refresh tries again"
     assert watched.sim.sessions() == 1
 
     watched.sim.release(Family.MEMORY, 1)
@@ -266,6 +268,52 @@ def test_a_reload_while_a_call_hangs_leaves_the_driver_alone(watch: Watch) -> No
     watched.sim.clear(Family.COUNT)
     watched.cycle()
     assert_reading(watched, 0)
+
+
+def test_a_release_is_in_force_until_it_is_taken_back(watch: Watch) -> None:
+    watched = watch(1)
+    assert not watched.source.released
+    watched.source.release()
+    assert watched.source.released
+    watched.source.resume()
+    assert not watched.source.released
+
+
+def test_a_release_while_the_driver_hangs_says_which_call(watch: Watch) -> None:
+    watched = watch(1, deadline=0.3)
+    watched.sim.hang(Family.COUNT)
+    watched.cycle()
+    assert watched.source.release().startswith(
+        "the driver cannot be given back: nvmlDeviceGetCount_v2 has not returned for"
+    )
+
+
+def test_a_release_that_does_not_get_its_turn_says_so(watch: Watch) -> None:
+    watched = watch(1, deadline=0.1)
+    with watched.source._refreshing:  # as another refresh does that takes too long
+        problem = watched.source.release()
+    assert problem == "the driver cannot be given back: it is still being asked whether it works"
+    watched.cycle()
+    assert watched.seen.driver().state == "released", "the next refresh does it"
+
+
+def test_a_source_that_is_closed_gives_nothing_back(watch: Watch) -> None:
+    watched = watch(1)
+    watched.source.close()
+    assert watched.source.release() == "the driver cannot be given back: the source is closed"
+
+
+def test_a_release_is_carried_on_by_the_source_that_takes_over(watch: Watch) -> None:
+    first = watch(1)
+    first.source.release()
+    first.source.close()
+    second = watch(1, released_until=first.source.released_until)
+    assert second.source.released
+    assert second.seen.driver().state == "released"
+    assert second.sim.initialisations() == 0
+    second.source.resume()
+    second.source.poll_all()
+    assert_reading(second, 0)
 
 
 def test_closing_gives_the_driver_back(watch: Watch) -> None:

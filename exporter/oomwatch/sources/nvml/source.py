@@ -41,6 +41,8 @@ from oomwatch.sources.nvml.threads import Attempt, Gate, Worker
 
 log = structlog.get_logger(__name__)
 
+_CANNOT_GIVE_BACK = "the driver cannot be given back"
+
 # A device that leaves or comes changes the count; one that is exchanged between two refreshes is noticed this often.
 _ENUMERATE_EVERY = 20
 
@@ -61,6 +63,7 @@ class NvmlSource:
     ``publish`` is called from several threads at once. ``deadline`` is in seconds, for each of :meth:`refresh`,
     :meth:`poll` and :meth:`poll_all`. Process lists and what else changes slowly are read in each ``process_every``-th
     poll of a device. ``host_memory`` answers total and available bytes, for devices that share the host's memory.
+    ``released_until`` carries on a release of the source before this one, by the property of that name.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class NvmlSource:
         collect_health: bool = True,
         host_memory: Callable[[], tuple[int, int]] | None = None,
         clock: Callable[[], float] = time.time,
+        released_until: float = -math.inf,
     ) -> None:
         self._publish = publish
         self._deadline = deadline
@@ -89,7 +93,7 @@ class NvmlSource:
         )
         self._refreshing = threading.Lock()
         self._closed = False
-        self._released_until = -math.inf  # monotonic seconds
+        self._released_until = released_until
 
         # Belong to the driver's thread.
         self._initialised = False
@@ -117,12 +121,7 @@ class NvmlSource:
 
         Cheap when nothing changed: one call. Returns within the deadline.
         """
-        if self._closed or not self._refreshing.acquire(timeout=self._deadline):
-            return
-        try:
-            self._refresh()
-        finally:
-            self._refreshing.release()
+        self._refresh_in_turn()
 
     def targets(self) -> tuple[str, ...]:
         """The uuids of the devices known now, in the order of their indices."""
@@ -138,14 +137,30 @@ class NvmlSource:
         """Reads all devices side by side; each is published when it has been read, all within one deadline."""
         self._poll(list(self._devices.values()))
 
-    def release(self, seconds: float = math.inf) -> None:
+    def release(self, seconds: float = math.inf) -> str:
         """Gives the driver back, so that MIG can be reconfigured or the driver unloaded, until :meth:`resume`.
 
-        With ``seconds``, the first refresh after that time takes it again. Where a call hangs, the driver cannot be
-        given back: the report says so, and each refresh tries again.
+        Empty when it was given back, else why not: then each refresh tries again. With ``seconds``, the first refresh
+        after that time takes the driver again.
         """
         self._released_until = time.monotonic() + seconds
-        self.refresh()
+        report = self._refresh_in_turn()
+        if report is None:
+            what = "the source is closed" if self._closed else "it is still being asked whether it works"
+            return f"{_CANNOT_GIVE_BACK}: {what}"
+        if report.state == "released":
+            return ""
+        return report.detail or f"{_CANNOT_GIVE_BACK}: the release ended before that"
+
+    @property
+    def released(self) -> bool:
+        """Whether a release is in force, even if the driver could not be given back yet."""
+        return time.monotonic() < self._released_until
+
+    @property
+    def released_until(self) -> float:
+        """When a release ends, in monotonic seconds; in the past when none is in force."""
+        return self._released_until
 
     def resume(self) -> None:
         """Ends a release; the driver is initialised at once."""
@@ -171,22 +186,28 @@ class NvmlSource:
 
     # --- the driver as a whole -------------------------------------------------------------------------------------
 
-    @property
-    def _released(self) -> bool:
-        return time.monotonic() < self._released_until
+    def _refresh_in_turn(self) -> DriverReport | None:
+        """What a refresh published about the driver; None when there was none, as another one takes too long."""
+        if self._closed or not self._refreshing.acquire(timeout=self._deadline):
+            return None
+        try:
+            return self._refresh()
+        finally:
+            self._refreshing.release()
 
-    def _refresh(self) -> None:
+    def _refresh(self) -> DriverReport:
         begin = time.monotonic()
         end = begin + self._deadline
-        released = self._released
+        released = self.released
         answer = self._ask_driver(released, end)
         ok = False
         if answer is None:
-            state, detail = "hung", self._hanging(self._driver)
+            hanging = self._hanging(self._driver)
+            state, detail = "hung", f"{_CANNOT_GIVE_BACK}: {hanging}" if released else hanging
             self._down = HUNG
             self._enumerate_next.set()
         elif answer.blocked:
-            state, detail = "hung", f"the driver cannot be given back: {answer.blocked}"
+            state, detail = "hung", f"{_CANNOT_GIVE_BACK}: {answer.blocked}"
         elif released:
             state, detail = "released", "the driver was given back on request"
         elif answer.reason:
@@ -201,11 +222,13 @@ class NvmlSource:
             state, detail = "ok", ". ".join((*remarks, *warning))
         t = self._clock()
         count = answer.count if answer is not None and state == "ok" else NOT_KNOWN
-        self._publish(DriverReport(t, state, detail, device_count=count, **(self._versions if state == "ok" else {})))
+        report = DriverReport(t, state, detail, device_count=count, **(self._versions if state == "ok" else {}))
+        self._publish(report)
         self._publish(SourceRun(t, "nvml", "", ok, time.monotonic() - begin, "" if ok else detail))
         if state != self._logged_state:
             log.info("nvml_driver_state", state=state, before=self._logged_state, detail=detail)
             self._logged_state = state
+        return report
 
     def _ask_driver(self, released: bool, end: float) -> _DriverAnswer | None:
         """The driver's answer; None when it does not come in time."""
@@ -411,7 +434,7 @@ class NvmlSource:
         with self._gate.inside() as inside:
             if inside:
                 return device.poll()
-        return None if self._released else device.describe(self._down, self._down, seconds=0.0)
+        return None if self.released else device.describe(self._down, self._down, seconds=0.0)
 
     def _deliver(self, device: Device, poll: GpuPoll | None) -> None:
         if poll is None:
