@@ -18,8 +18,8 @@ from oomwatch.sources.nvml.threads import Gate
 
 log = structlog.get_logger(__name__)
 
-_LASTING = frozenset({"FUNCTION_NOT_FOUND", "NOT_SUPPORTED", "NO_PERMISSION", "UNKNOWN"})
-_RETRY_AFTER = 60.0  # seconds, for a device that could not be registered but may be one day
+_LASTING = frozenset({"FUNCTION_NOT_FOUND", "NOT_SUPPORTED", "NO_PERMISSION"})
+_RETRY_AFTER = 60.0  # seconds, for what failed but may work one day
 _PAUSE = 1.0  # seconds, where there is nothing to wait for
 
 
@@ -61,6 +61,7 @@ class XidWatcher:
             with self._gate.inside(_PAUSE) as inside:
                 if inside:
                     self._refused: dict[tuple[str, int | None], float] = {}
+                    self._told: dict[str, str] = {}  # the last refusal that was logged, by what was refused
                     self._watch_while_open()
 
     def _watch_while_open(self) -> None:
@@ -68,8 +69,10 @@ class XidWatcher:
         while self._gate.is_open and not self._stopping.is_set():
             events = self._nvml.call("nvmlEventSetCreate", pynvml.nvmlEventSetCreate)
             if isinstance(events, Absent):
+                self._tell("all", events.reason)
                 self._gate.wait_for_closing(None if events.reason in _LASTING else _RETRY_AFTER)
                 continue
+            self._told.pop("all", None)
             try:
                 self._watch(events)
             except Exception:
@@ -116,13 +119,20 @@ class XidWatcher:
             )
             if not isinstance(answer, Absent):
                 registered[key[1]] = device.uuid
+                self._told.pop(device.uuid, None)
                 continue
             lasting = answer.reason in _LASTING
             self._refused[key] = math.inf if lasting else time.monotonic() + _RETRY_AFTER
-            log.warning("xid_events_unavailable", gpu=device.uuid, error=answer.reason)
+            self._tell(device.uuid, answer.reason)
             if answer.reason == "UNKNOWN":
                 return False
         return True
+
+    def _tell(self, gpu: str, reason: str) -> None:
+        """Logs that Xids go unnoticed; what is tried again and lasts is logged once."""
+        if self._told.get(gpu) != reason:
+            self._told[gpu] = reason
+            log.warning("xid_events_unavailable", gpu=gpu, error=reason)
 
     def _report(self, event: Any, registered: dict[int | None, str]) -> None:
         if event.eventType != pynvml.nvmlEventTypeXidCriticalError:
