@@ -330,7 +330,7 @@ class TestEngines:
     def test_sleep_is_one_hot(self) -> None:
         page = of_engine(engine(ranks=(replace(rank(), sleep_level="weights_offloaded"),)))
         assert values(page, "oomwatch_engine_sleep_state", state="weights_offloaded") == [1]
-        assert values(page, "oomwatch_engine_sleep_state") == [0, 1, 0]
+        assert values(page, "oomwatch_engine_sleep_state") == [0, 0, 1, 0]
 
 
 class TestHostProcesses:

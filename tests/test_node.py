@@ -303,6 +303,16 @@ class TestEngineState:
     def test_is_sleeping_when_any_rank_is(self) -> None:
         assert engine(fold(scrape(0, rank(), rank(name="1", sleep="discard_all")))).state == "sleeping"
 
+    def test_paused_work_is_sleep_however_long_and_no_standstill(self) -> None:
+        scrapes = [scrape(t, rank(running=3, tokens=7, sleep="paused")) for t in range(0, 100, 10)]
+        assert engine(fold(*scrapes)).state == "sleeping"
+
+    @pytest.mark.parametrize(("level", "without"), [("paused", False), ("weights_offloaded", True), ("awake", False)])
+    def test_only_sleep_that_gives_memory_back_counts_as_sleep_without_it(self, level: str, without: bool) -> None:
+        node = Node(CADENCE)
+        node.apply(scrape(0, rank(sleep=level)))
+        assert node.asleep("llm") is without
+
     def test_of_an_engine_whose_processes_ended_is_gone_until_it_returns(self) -> None:
         gone = EngineUpdate(20, self.facts.facts, gone=True)
         view = engine(fold(self.facts, scrape(10, rank()), gone))

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SLEEP_LEVELS = ("awake", "weights_offloaded", "discard_all")
+SLEEP_LEVELS = ("awake", "paused", "weights_offloaded", "discard_all")
 
 # NVML field 230. What a newer driver may add is "other", so that a need is never hidden.
 RECOVERY_ACTIONS = {1: "gpu_reset", 2: "node_reboot", 3: "drain_p2p", 4: "drain_and_reset"}

@@ -617,7 +617,7 @@ def _ranks() -> Iterator[Family]:
     yield read(
         "sleep_state",
         "sleep_level",
-        "1 for the level of sleep that the rank is in, 0 for every other: awake, weights_offloaded, discard_all.",
+        "1 for the rank's level of sleep, 0 for every other: awake, paused, weights_offloaded, discard_all.",
         label="state",
     )
 

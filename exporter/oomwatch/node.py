@@ -245,9 +245,11 @@ class Node:
         return EngineFacts(name=name) if engine is None else engine.facts
 
     def asleep(self, name: str) -> bool:
-        """Whether one engine sleeps, by its latest page."""
+        """Whether one engine sleeps without its memory, by its latest page: one that is merely paused keeps it."""
         engine = self._engines.get(name)
-        return engine is not None and self._engine_state(engine)[0] == "sleeping"
+        if engine is None or engine.scrape is None or self._engine_state(engine)[0] != "sleeping":
+            return False
+        return any(known(rank.sleep_level) not in (None, "awake", "paused") for rank in engine.scrape.ranks)
 
     def read_log(self, line: LogLine) -> News | None:
         """Fold a line of an engine's log in; what is new about how the engine fares."""

@@ -257,7 +257,7 @@ class RankReading:
     prefix_hits: Maybe[float] = NOT_EXPOSED
     external_prefix_queries: Maybe[float] = NOT_EXPOSED  # a KV connector is asked
     kv_expired: Maybe[float] = NOT_EXPOSED  # requests whose held blocks expired (NIXL, Mooncake)
-    sleep_level: Maybe[str] = NOT_EXPOSED  # awake, weights_offloaded, discard_all
+    sleep_level: Maybe[str] = NOT_EXPOSED  # awake, paused, weights_offloaded, discard_all
     gpu_memory_utilization: Maybe[float] = NOT_EXPOSED
     prefix_caching: Maybe[bool] = NOT_EXPOSED
     pool: Pool = field(default_factory=Pool)

@@ -129,7 +129,7 @@ class RankSample(NamedTuple):
 
     @property
     def asleep(self) -> bool:
-        return self.reading.sleep_level in ("weights_offloaded", "discard_all")
+        return self.reading.sleep_level in ("paused", "weights_offloaded", "discard_all")
 
 
 class EngineSample(NamedTuple):

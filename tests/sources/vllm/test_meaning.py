@@ -204,6 +204,14 @@ def test_the_sleep_level_is_the_state_that_reads_1(level: str) -> None:
     assert reading_of("\n".join(lines)).ranks[0].sleep_level == level
 
 
+def test_a_rank_that_is_not_awake_and_in_no_state_is_paused() -> None:
+    """Sleep level 0: vLLM's states are those of memory, and it keeps its own."""
+    states = ("awake", "weights_offloaded", "discard_all")
+    lines = [f'vllm:engine_sleep_state{{engine="0",sleep_state="{state}"}} 0' for state in states]
+    assert reading_of("\n".join(lines)).ranks[0].sleep_level == "paused"
+    assert reading_of("\n".join(lines[1:])).ranks[0].sleep_level == AMBIGUOUS
+
+
 def adapters(running: str, slots: object = 4, waiting: str = "", value: float = 1.8e9) -> str:
     labels = f'max_lora="{slots}",running_lora_adapters="{running}",waiting_lora_adapters="{waiting}"'
     return f"vllm:lora_requests_info{{{labels}}} {value}"

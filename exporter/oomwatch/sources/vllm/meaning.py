@@ -248,10 +248,16 @@ def _histogram(samples: _RankSamples, meaning: Meaning) -> Maybe[Histogram]:
 
 
 def _sleep_level(samples: _RankSamples) -> Maybe[str]:
+    """The state that reads 1; ``paused`` where vLLM names none and is not awake.
+
+    That is level 0 (scheduling pauses, memory stays) and a KV pool that was released on its own (0.31+).
+    """
     states = _by_label(samples, BY_FIELD["sleep_level"], "sleep_state")
     if isinstance(states, Absent):
         return states
     current = [state for state, value in states.items() if value == 1]
+    if not current and states.get("awake") == 0:
+        return "paused"
     return current[0] if len(current) == 1 else AMBIGUOUS
 
 

@@ -188,6 +188,7 @@ MEANINGS: tuple[Meaning, ...] = (
         "0 or 1 for each state",
         (Exposed("vllm:engine_sleep_state", "0.11.1"),),
         ("engine", "model_name", "sleep_state"),
+        note="all states read 0 while scheduling is paused (sleep level 0) or the KV pool alone is released (0.31+)",
     ),
     Meaning(
         "pool",
