@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from oomwatch.attribution import Neighbour
 from oomwatch.config import Config, load
+from oomwatch.configured import judge_of
 from oomwatch.demo import SETTINGS, STORIES, TOUR, DemoFeed, DemoNode
 from oomwatch.judge import Judge
 from oomwatch.node import Cadence, Node
@@ -641,7 +642,40 @@ def test_an_unknown_story_is_refused_with_the_known_ones() -> None:
 
 def config(**seconds: float) -> Config:
     environment = {f"OOMWATCH_INTERVALS__{name.upper()}": str(value) for name, value in seconds.items()}
-    return load(None, {**SETTINGS, **environment}, {})
+    return load(None, environment, {}, SETTINGS)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("story", "verdict", "state", "before_s"),
+    [
+        ("capacity", "kv-exhaustion", "page", 300),
+        # The engine dies of it after 280 s or more, which pages by itself.
+        ("fragmentation", "allocator-fragmentation", "ticket", 280),
+        ("fragmentation", "runtime-oom", "page", 400),
+        ("leak", "kv-block-leak", "page", 300),
+    ],
+)
+def test_each_killer_is_told_within_minutes_as_the_command_begins(
+    story: str, verdict: str, state: str, before_s: int, seed: int
+) -> None:
+    demo, judge = DemoNode(story, seed), judge_of(config(gpu=5, scrape=5, host=5, processes=5))
+    told: dict[tuple[str, str], int] = {}
+    for seconds in range(0, before_s, 5):
+        for observation in demo.observations(BEGIN + seconds):
+            judge.apply(observation)
+        for one in judge.verdicts():
+            told.setdefault((one.name, one.state), seconds)
+    assert (verdict, state) in told
+
+
+def test_the_users_own_thresholds_and_neighbours_win(tmp_path: Path) -> None:
+    own = tmp_path / "oomwatch.yml"
+    own.write_text("neighbours: []\ndetection: {thresholds: {kv_exhaustion: {after: 7m}}}\n", encoding="utf-8")
+    found = load(own, {}, {}, SETTINGS)
+    assert found.neighbours == ()
+    thresholds = found.model_dump()["detection"]["thresholds"]["kv_exhaustion"]
+    assert (thresholds["after"], thresholds["page_after"]) == (420, 20)
 
 
 def test_the_feed_has_one_job_at_the_interval_of_scrapes_and_is_ready_after_it() -> None:

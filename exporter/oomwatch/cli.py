@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -149,15 +149,15 @@ def demo(config_file: Path | None, story: str, seed: int, speed: float, interval
     """Run the daemon on a simulated node: GPUs, engines with traffic, and the story of each killer.
 
     Everything after the sources is the real thing, so Prometheus, Grafana and alerts can watch it. Each story takes
-    ten minutes at most; the tour tells all of them, one after another.
+    ten minutes at most; the tour tells all of them, one after another. What killers do in hours they do in minutes
+    here, and the thresholds that wait for quarters of an hour wait for seconds, unless the configuration sets them.
     """
 
     def make_feed(config: Config, pipeline: Pipeline) -> Feed:
         return DemoFeed(config, pipeline.publish, story=story, seed=seed, speed=speed)
 
     pace = {f"OOMWATCH_INTERVALS__{name}": str(interval) for name in ("GPU", "PROCESSES", "SCRAPE", "HOST")}
-    pace.update(SETTINGS)
-    _serve(config_file, _flags(given), make_feed, pace)
+    _serve(config_file, _flags(given), make_feed, pace, SETTINGS)
 
 
 @main.command()
@@ -382,14 +382,15 @@ def _serve(
     config_file: Path | None,
     flags: dict[str, object],
     make_feed: Callable[[Config, Pipeline], Feed],
-    defaults: dict[str, str] | None = None,
+    variables: dict[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
     *,
     keep_history: bool = False,
 ) -> None:
     _loaded(config_file, flags)
     logs.log_uncaught()
-    environment = {**(defaults or {}), **os.environ}
-    daemon = Daemon(lambda: load(config_file, environment, flags), make_feed, keep_history=keep_history)
+    environment = {**(variables or {}), **os.environ}
+    daemon = Daemon(lambda: load(config_file, environment, flags, defaults), make_feed, keep_history=keep_history)
     try:
         daemon.run()
     except CannotListen as error:

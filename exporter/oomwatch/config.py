@@ -742,24 +742,36 @@ class Loaded:
     places: Layer
 
 
-def load(path: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> Config:
+def load(
+    path: Path | None,
+    env: Mapping[str, str],
+    flags: Mapping[str, object],
+    defaults: Mapping[str, Any] | None = None,
+) -> Config:
     """The configuration from a file (None: no file), then OOMWATCH_ variables, then flags; later ones win.
 
-    ``flags`` has the names of FLAGS; None and empty tuples count as not given. Raises ConfigError with every problem.
+    ``defaults`` is a document under all of them. ``flags`` has the names of FLAGS; None and empty tuples count as not
+    given. Raises ConfigError with every problem.
     """
-    return load_with_places(path, env, flags).config
+    return load_with_places(path, env, flags, defaults).config
 
 
-def load_with_places(path: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> Loaded:
+def load_with_places(
+    path: Path | None,
+    env: Mapping[str, str],
+    flags: Mapping[str, object],
+    defaults: Mapping[str, Any] | None = None,
+) -> Loaded:
     """As load, with the places of keys for check_files."""
-    layer = Layer()
+    layer = Layer(dict(defaults or {}))
     problems: list[Problem] = []
     if path is not None:
         try:
-            layer, problems = read_yaml(read_text(path), str(path))
+            from_file, problems = read_yaml(read_text(path), str(path))
+            resolve_files(Config, from_file.data, path.parent)
+            layer = layer.overlaid(from_file)
         except ConfigError as error:
             problems.extend(error.problems)
-        resolve_files(Config, layer.data, path.parent)
     from_env, more = _from_environment(env)
     layer = layer.overlaid(from_env).overlaid(_from_flags(flags))
     config, invalid = validate(Config, layer, Origin(str(path or "configuration")))

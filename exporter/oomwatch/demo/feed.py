@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import structlog
 
@@ -16,8 +17,24 @@ from oomwatch.sources.nvml import CallStats
 
 _log = structlog.get_logger(__name__)
 
-# What the demo's node needs to be told, as environment variables: one of its processes is a known neighbour.
-SETTINGS: Mapping[str, str] = {"OOMWATCH_NEIGHBOURS": "[{name: embedder, process: tritonserver}]"}
+SETTINGS: Mapping[str, Any] = {
+    "neighbours": [{"name": "embedder", "process": "tritonserver"}],
+    "detection": {
+        "thresholds": {
+            "kv_exhaustion": {
+                "rate_window": "20s",
+                "preemption_window": "40s",
+                "after": "10s",
+                "page_after": "20s",
+                "baseline_minutes": 1,
+            },
+            "preemption_pressure": {"window": "40s", "after": "20s", "least_finished": 10, "hold": "0s"},
+            "allocator_fragmentation": {"warm_up": "10s", "retry_window": "10s", "shortage_time": "20s"},
+        }
+    },
+}
+"""The demo's configuration, under the user's own: one of its processes is a known neighbour, and thresholds that wait
+are shortened as its stories are. What they compare is as shipped, but for a number of requests in a shorter window."""
 
 
 class DemoFeed:
@@ -64,6 +81,10 @@ class DemoFeed:
 
     def release(self) -> str:
         return "the demo has no driver whose handles could be given back"
+
+    @property
+    def released(self) -> bool:
+        return False
 
     def resume(self) -> None:
         """Nothing was given back."""
