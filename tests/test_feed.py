@@ -15,6 +15,8 @@ from oomwatch.config import Config
 from oomwatch.feed import NodeFeed
 from oomwatch.observations import EngineFacts, EngineUpdate, LogLine, Observation, SourceRun, TargetRemoved
 from oomwatch.snapshot import EMPTY, EngineView, Snapshot, SourceView
+from oomwatch.sources.discovery import Discovery
+from oomwatch.sources.vllm.probe import EngineProbe
 from tests.e2e.processes import wait_until
 
 
@@ -61,6 +63,48 @@ def test_engines_from_before_a_restart_that_are_not_found_any_more_have_ended() 
         EngineUpdate(9.0, before[0].facts, gone=True),
         TargetRemoved(9.0, "vllm", "named-once"),
     ]
+
+
+def test_engines_that_cannot_be_looked_for_have_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without descriptors to spare, for one, says nothing of who lives."""
+    published: list[Observation] = []
+    feed = NodeFeed(Config.model_validate({"nvml": {"enabled": False}}), published.append, lambda: EMPTY)
+    found = EngineFacts("chat", target="http://127.0.0.1:1/metrics", origin="discovery")
+    with monkeypatch.context() as looking:
+        looking.setattr(Discovery, "find", lambda _: (found,))
+        feed.find_engines()
+    published.clear()
+
+    def cannot(_: Discovery) -> tuple[EngineFacts, ...]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(Discovery, "find", cannot)
+    feed.find_engines()
+    assert [(type(one), one.source, one.ok) for one in published if isinstance(one, SourceRun)] == [
+        (SourceRun, "discovery", False)
+    ]
+    assert len(published) == 1
+    assert feed.engine_names() == ("chat",)
+    feed.close()
+
+
+def test_a_job_asks_the_engine_as_it_is_configured_now() -> None:
+    """The job outlives a reload that leaves its interval as it was."""
+
+    def configured(model: str) -> Config:
+        probe = {"model": model, "interval": "60s"}
+        engine = {"name": "chat", "url": "http://127.0.0.1:1", "probe": probe}
+        return Config.model_validate({"engines": [engine], "nvml": {"enabled": False}, "discovery": {"enabled": False}})
+
+    feed = NodeFeed(configured("old"), lambda _: None, lambda: EMPTY)
+    asked: list[bytes] = []
+    ask = feed.jobs()["probe chat"].action
+    feed.configure(configured("new"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(EngineProbe, "probe", lambda probe: asked.append(probe._body))
+        ask()
+    feed.close()
+    assert [b'"model": "new"' in body for body in asked] == [True]
 
 
 def test_what_a_new_configuration_has_nobody_read_any_more_is_no_source_that_fell_silent(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,10 @@ class Feed(Protocol):
 
     def release(self) -> str:
         """Give the driver's handles back; empty when done, else why not."""
+
+    @property
+    def released(self) -> bool:
+        """Whether the driver's handles are given back now."""
 
     def resume(self) -> None: ...
 
@@ -139,7 +144,7 @@ class NodeFeed:
                     scrape = partial(self.scrape, name)
                     jobs[f"engine {name}"] = Job(every.scrape, scrape, min(1.0, every.scrape * 0.05))
                 if engine.probe is not None:
-                    jobs[f"probe {name}"] = Job(engine.probe_interval, engine.probe.probe)
+                    jobs[f"probe {name}"] = Job(engine.probe_interval, partial(self.ask, name))
                 if engine.log is not None:
                     jobs[f"log {name}"] = Job(self._config.engine_logs.interval, partial(self.read_log, name))
         return jobs
@@ -163,14 +168,13 @@ class NodeFeed:
             try:
                 self._found = self._discovery.find()
             except OSError as problem:
-                self._found = ()
                 error = f"cannot look through the host's processes: {problem}"
             self._publish(SourceRun(self._clock(), "discovery", "", not error, time.monotonic() - begin, error))
             self._note("discovery", "discovery", error)
         else:
             self._found = ()
-        self._watch(self._found)
-        if not error:
+        if not error:  # engines that cannot be looked for have not ended
+            self._watch(self._found)
             self._end_the_unfound()
         self._first.discard("engines")
 
@@ -187,6 +191,13 @@ class NodeFeed:
         self._publish(scrape)
         self._publish(SourceRun(scrape.t, "vllm", name, scrape.answered, scrape.seconds, scrape.error))
         self._note(f"engine {name}", "engine", "" if scrape.answered else scrape.error, engine=name)
+
+    def ask(self, name: str) -> None:
+        """Asks one engine for a token; returns within the probe's timeout."""
+        with self._lock:
+            engine = self._engines.get(name)
+        if engine is not None and engine.probe is not None:
+            engine.probe.probe()
 
     def read_host(self) -> None:
         """Reads the processes of engines and of the GPUs' lists, and the host's memory."""
@@ -241,12 +252,19 @@ class NodeFeed:
     def release(self) -> str:
         if self._nvml is None:
             return "GPUs are not read (nvml.enabled is false), so there is nothing to give back"
-        self._nvml.release(self._config.nvml.release_for)
+        problem = self._nvml.release(self._config.nvml.release_for)
+        if problem:
+            _log.warning("driver not released", error=problem)
+            return problem
         report = self._snapshot().driver
         _log.info(
             "driver released", seconds=self._config.nvml.release_for, before=report.state if report else "unknown"
         )
         return ""
+
+    @property
+    def released(self) -> bool:
+        return self._nvml is not None and self._nvml.released
 
     def resume(self) -> None:
         if self._nvml is not None:
@@ -256,9 +274,11 @@ class NodeFeed:
         """Takes over a new configuration; what did not change goes on undisturbed."""
         before, self._config = self._config, config
         if config.nvml != before.nvml or config.intervals.processes_every != before.intervals.processes_every:
+            released_until = -math.inf
             if self._nvml is not None:
+                released_until = self._nvml.released_until
                 self._nvml.close()
-            self._nvml = self._new_nvml()
+            self._nvml = self._new_nvml(released_until)
         if config.probe.directory != before.probe.directory:
             self._probes = self._new_probes()
         if config.engine_logs != before.engine_logs:
@@ -408,7 +428,7 @@ class NodeFeed:
 
     # --- the rest --------------------------------------------------------------------------------------------
 
-    def _new_nvml(self) -> NvmlSource | None:
+    def _new_nvml(self, released_until: float = -math.inf) -> NvmlSource | None:
         if not self._config.nvml.enabled:
             return None
         return NvmlSource(
@@ -416,6 +436,7 @@ class NodeFeed:
             deadline=self._config.nvml.deadline,
             process_every=self._config.intervals.processes_every,
             clock=self._clock,
+            released_until=released_until,
         )
 
     def _new_probes(self) -> AllocatorSource:
