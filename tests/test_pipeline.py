@@ -45,7 +45,7 @@ def test_an_observation_that_cannot_be_folded_does_not_end_the_owner(pipeline: P
     pipeline.publish(Tick(t=5.0))
     assert pipeline.wait_for(lambda s: s.t == 5.0, 5) is not None
     assert pipeline.alive
-    assert pipeline.failures == 1
+    assert pipeline.defects.count == 1
 
 
 def test_settings_change_between_two_observations(pipeline: Pipeline) -> None:

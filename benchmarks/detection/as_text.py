@@ -98,7 +98,7 @@ def through_the_daemon(run: Run) -> tuple[list[Change], int]:
         if not isinstance(observation, Tick):
             continue
         assert pipeline.flush(60.0)
-        assert not pipeline.failures
+        assert not pipeline.defects.count
         for verdict in pipeline.current.verdicts:
             key = (verdict.name, verdict.subject)
             if states.get(key, "clear") != verdict.state:

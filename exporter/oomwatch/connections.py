@@ -26,6 +26,7 @@ from functools import partial
 import structlog
 
 from oomwatch.errors import InputError
+from oomwatch.logs import Defects, Repeats
 
 _log = structlog.get_logger(__name__)
 
@@ -110,7 +111,10 @@ class Connections:
         answer: Callable[[Request], Answer],
         tls: Callable[[], ssl.SSLContext | None],
         limits: Limits,
+        defects: Defects,
     ) -> None:
+        self._defects = defects
+        self._repeats = Repeats()
         self._listening = tuple(sockets)
         self._tls = tls
         self._limits = limits
@@ -118,7 +122,7 @@ class Connections:
         self._open: set[_Connection] = set()
         self._answered: deque[tuple[_Connection, Answer]] = deque()
         self._woken, self._waker = socket.socketpair()
-        self._workers = _Workers(answer, self._hand_back, limits.workers, limits.waiting)
+        self._workers = _Workers(answer, self._hand_back, limits.workers, limits.waiting, defects)
         self._accepting = False
         self._accept_again_at = 0.0
         self._stop_at: float | None = None
@@ -186,8 +190,8 @@ class Connections:
             step(connection)
         except OSError:  # the client is gone, or its TLS is not ours
             self._close(connection)
-        except Exception:
-            _log.exception("could not serve a connection", peer=connection.peer)
+        except Exception as error:
+            self._defects.met(_log, "could not serve a connection", error)
             self._close(connection)
 
     def _listen(self, on: bool) -> None:
@@ -231,7 +235,8 @@ class Connections:
             sock, address = listening.accept()
         except OSError as error:
             if error.errno in _NO_DESCRIPTORS and not self._make_room():
-                _log.error("no connection can be accepted for a second", error=os.strerror(error.errno or 0))
+                reason = os.strerror(error.errno or 0)
+                self._repeats.failed(_log, "accept", "no connection can be accepted for a second", reason)
                 self._listen(False)
                 self._accept_again_at = time.monotonic() + 1.0
             return
@@ -431,7 +436,9 @@ class _Workers:
         hand_back: Callable[[_Connection, Answer], None],
         threads: int,
         waiting: int,
+        defects: Defects,
     ) -> None:
+        self._defects = defects
         self._answer = answer
         self._hand_back = hand_back
         self._most_threads = threads
@@ -473,8 +480,8 @@ class _Workers:
                 connection, request = self._waiting.popleft()
             try:
                 answer = self._answer(request)
-            except Exception:
-                _log.exception("could not answer a request", peer=request.peer)
+            except Exception as error:
+                self._defects.met(_log, "could not answer a request", error)
                 answer = Answer(_plain("500 Internal Server Error", "oomwatch's log says why."), keep=False)
             self._hand_back(connection, answer)
 

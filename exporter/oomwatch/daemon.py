@@ -23,6 +23,7 @@ from oomwatch.database import Limits
 from oomwatch.exposition import ConfigStatus, SnapshotCollector, registry, render
 from oomwatch.feed import Feed, Job
 from oomwatch.history import History, default_directory
+from oomwatch.logs import Defects
 from oomwatch.notify import Notifier
 from oomwatch.observations import Observation
 from oomwatch.past import filler
@@ -37,8 +38,10 @@ _log = structlog.get_logger(__name__)
 _THREADS = 64
 
 
-def new_pipeline(config: Config, observers: Sequence[Callable[[Observation], None]] = ()) -> Pipeline:
-    return Pipeline(judge_of(config), observers)
+def new_pipeline(
+    config: Config, observers: Sequence[Callable[[Observation], None]] = (), defects: Defects | None = None
+) -> Pipeline:
+    return Pipeline(judge_of(config), observers, defects)
 
 
 def history_of(config: Config, clock: Callable[[], float] = time.time) -> History | None:
@@ -85,14 +88,14 @@ class Daemon:
         self._jobs: dict[str, Job] = {}
         self._scheduling = threading.Lock()
         self._signals: SimpleQueue[int] = SimpleQueue()
-        self._released = False
+        self._defects = Defects()
         self.history = history_of(self._config, clock) if keep_history else None
-        self.pipeline = new_pipeline(self._config, [self.history.observe] if self.history else [])
+        self.pipeline = new_pipeline(self._config, [self.history.observe] if self.history else [], self._defects)
         if self.history is not None:
             self.pipeline.on_judge(self.history.restore)
         self._feed = make_feed(self._config, self.pipeline)
         self._scheduler = _new_scheduler()
-        self._notifier = Notifier(lambda: self.pipeline.current, clock)
+        self._notifier = Notifier(lambda: self.pipeline.current, clock, self._defects)
         collector = SnapshotCollector(
             lambda: self.pipeline.current,
             process_series_per_gpu=lambda: self._config.exposition.process_series_per_gpu,
@@ -101,7 +104,7 @@ class Daemon:
             probe_files=self._feed.probe_files,
             notifications=self._notifier.status,
             history=lambda: self.history.status if self.history else None,
-            internal_errors=lambda: self.pipeline.failures,
+            internal_errors=lambda: self._defects.count,
         )
         everything = registry(collector)
         web = self._config.web
@@ -118,6 +121,7 @@ class Daemon:
             release=self.release,
             history=self.history.path if self.history else None,
             clock=clock,
+            defects=self._defects,
         )
 
     def start(self) -> None:
@@ -161,24 +165,30 @@ class Daemon:
                 self._status = ConfigStatus(False, self._status.loaded_at, self._status.sha256)
                 _log.error("configuration not reloaded, the one in use stays", error=str(error))
                 return str(error)
-            fixed = config.web != self._config.web
-            if fixed:
-                _log.warning("settings under web take effect at the next start")
+            for section in ("web", "history"):
+                if getattr(config, section) != getattr(self._config, section):
+                    _log.warning("changed settings take effect at the next start only", section=section)
             self._config = config
-            logs.configure(config.log.level, config.log.format)
-            self.pipeline.on_judge(lambda judge: configure(judge, config))
-            self._feed.configure(config)
-            self._notifier.configure(config)
-            self._schedule()
+            try:
+                self._apply(config)
+            except Exception as error:
+                self._defects.met(_log, "configuration taken over in part only: restart oomwatch", error)
+                self._status = ConfigStatus(False, self._status.loaded_at, self._status.sha256)
+                return f"taken over in part only, by a defect of oomwatch: {error!r}. Restart it"
             self._status = ConfigStatus(True, self._clock(), config_hash(config))
             _log.info("configuration reloaded", config=self._status.sha256)
             return ""
 
+    def _apply(self, config: Config) -> None:
+        logs.configure(config.log.level, config.log.format)
+        self.pipeline.on_judge(lambda judge: configure(judge, config))
+        self._feed.configure(config)
+        self._notifier.configure(config)
+        self._schedule()
+
     def release(self) -> str:
         """Give the driver's handles back for a while, so that MIG can be reconfigured or the driver unloaded."""
-        problem = self._feed.release()
-        self._released = not problem
-        return problem
+        return self._feed.release()
 
     def unhealthy(self) -> str:
         """Empty while the daemon itself works."""
@@ -203,13 +213,18 @@ class Daemon:
             if number in (signal.SIGTERM, signal.SIGINT):
                 _log.info("stopping", signal=signal.Signals(number).name)
                 return
-            if number == signal.SIGHUP:
-                self.reload()
-            elif self._released:
-                self._released = False
-                self._feed.resume()
-            else:
-                self.release()
+            try:
+                self._do(number)
+            except Exception as error:
+                self._defects.met(_log, "a signal could not be obeyed", error, signal=signal.Signals(number).name)
+
+    def _do(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            self.reload()
+        elif self._feed.released:
+            self._feed.resume()
+        else:
+            self.release()
 
     # --- jobs ------------------------------------------------------------------------------------------------
 
@@ -223,7 +238,7 @@ class Daemon:
                 old = self._jobs.get(name)
                 if old is None or (old.seconds, old.jitter) != (job.seconds, job.jitter):
                     self._scheduler.add_job(
-                        _Guarded(name, job.action, self._schedule_if_changed),
+                        _Guarded(name, job.action, self._schedule_if_changed, self._defects),
                         IntervalTrigger(seconds=job.seconds, jitter=job.jitter or None, timezone=timezone.utc),
                         id=name,
                         name=name,
@@ -244,7 +259,8 @@ def _timing(jobs: Mapping[str, Job]) -> dict[str, tuple[float, float]]:
 class _Guarded:
     """A job that cannot end the daemon: what it raises is a defect of ours, logged, and the next turn comes."""
 
-    def __init__(self, name: str, action: Callable[[], None], afterwards: Callable[[], None]) -> None:
+    def __init__(self, name: str, action: Callable[[], None], afterwards: Callable[[], None], defects: Defects) -> None:
+        self._defects = defects
         self._name = name
         self._action = action
         self._afterwards = afterwards
@@ -253,8 +269,8 @@ class _Guarded:
         try:
             self._action()
             self._afterwards()
-        except Exception:
-            _log.exception("a job failed; it runs again at its next turn", job=self._name)
+        except Exception as error:
+            self._defects.met(_log, "a job failed; it runs again at its next turn", error, job=self._name)
 
 
 def _new_scheduler() -> BackgroundScheduler:

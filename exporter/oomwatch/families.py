@@ -68,6 +68,7 @@ EVERY_DISCOVERY = "read every intervals.discovery, cached in between"
 
 _MEMORY_CALL = "nvmlDeviceGetMemoryInfo"
 _LIST_CALL = "nvmlDeviceGetComputeRunningProcesses"
+_FIELDS_CALL = "nvmlDeviceGetFieldValues"
 _LIST_ABSENT = "the process list cannot be read or contradicts itself"
 _SUM_ABSENT = f"{_LIST_ABSENT}, or an entry has no number"
 
@@ -99,7 +100,8 @@ def _daemon() -> Iterator[Family]:
     )
     yield family(
         "oomwatch_internal_errors_total",
-        "Observations that could not be folded and snapshots that could not be built: defects of oomwatch; from 0.",
+        "Observations that could not be folded, snapshots that could not be built, jobs that failed: defects of "
+        "oomwatch; from 0.",
         kind="counter",
     )
 
@@ -328,7 +330,7 @@ def _gpus() -> Iterator[Family]:
     yield family(
         "oomwatch_gpu_info",
         "Identity of a GPU, to be joined by gpu, its uuid.",
-        "nvmlDeviceGetUUID, nvmlDeviceGetIndex, nvmlDeviceGetName, nvmlDeviceGetPciInfo_v3",
+        "nvmlDeviceGetHandleByIndex_v2, nvmlDeviceGetUUID, nvmlDeviceGetName, nvmlDeviceGetPciInfo_v3",
         kind="info",
         cadence=AT_START,
         labels=("gpu", "index", "name", "pci_bus_id"),
@@ -363,32 +365,44 @@ def _gpus() -> Iterator[Family]:
         cadence=EVERY_PROCESSES,
         absent="no engine is on the device, or the overhead of one of them is not known",
     )
-    yield family(
+    slow = partial(family, cadence=EVERY_PROCESSES)
+    yield slow(
         "oomwatch_gpu_utilization_ratio",
         "Share of the driver's last sample period in which a kernel ran.",
         "nvmlDeviceGetUtilizationRates",
     )
-    yield family("oomwatch_gpu_temperature_celsius", "Temperature of the GPU.", "nvmlDeviceGetTemperature")
-    yield family("oomwatch_gpu_power_watts", "Power that the device draws.", "nvmlDeviceGetPowerUsage")
-    for severity, did in (("corrected", "corrected"), ("uncorrected", "could not correct")):
-        yield family(
+    yield slow("oomwatch_gpu_temperature_celsius", "Temperature of the GPU.", "nvmlDeviceGetTemperature")
+    yield slow(
+        "oomwatch_gpu_power_watts",
+        "Power that the device draws.",
+        f"{_FIELDS_CALL}, field 186, else nvmlDeviceGetPowerUsage",
+    )
+    for severity, did, field in (("corrected", "corrected", 3), ("uncorrected", "could not correct", 4)):
+        yield slow(
             f"oomwatch_gpu_ecc_{severity}_errors_total",
             f"Memory errors that ECC {did} since the driver was loaded.",
-            "nvmlDeviceGetTotalEccErrors (volatile)",
+            f"{_FIELDS_CALL}, field {field}",
             kind="counter",
         )
-    remapped = partial(family, source="nvmlDeviceGetRemappedRows", versions="Ampere and newer")
+    remapped = partial(slow, versions="Ampere and newer")
     yield remapped(
         "oomwatch_gpu_remapped_rows",
         "Rows of memory replaced in the device's life, by the cause: correctable or uncorrectable errors.",
+        f"{_FIELDS_CALL}, fields 142 and 143",
         labels=("gpu", "cause"),
     )
-    yield remapped("oomwatch_gpu_row_remap_pending", "1 when a row waits for a GPU reset to be replaced, else 0.")
-    yield remapped("oomwatch_gpu_row_remap_failed", "1 when a row could not be replaced, else 0.")
-    yield family(
+    yield remapped(
+        "oomwatch_gpu_row_remap_pending",
+        "1 when a row waits for a GPU reset to be replaced, else 0.",
+        f"{_FIELDS_CALL}, field 144",
+    )
+    yield remapped(
+        "oomwatch_gpu_row_remap_failed", "1 when a row could not be replaced, else 0.", f"{_FIELDS_CALL}, field 145"
+    )
+    yield slow(
         "oomwatch_gpu_recovery_needed",
         "1 for the action that the driver asks for to recover the device, 0 for every other; all 0 if for none.",
-        "nvmlDeviceGetFieldValues, field 230",
+        f"{_FIELDS_CALL}, field 230",
         labels=("gpu", "action"),
     )
     event = partial(family, source="nvmlEventSetWait_v2", cadence=AS_IT_HAPPENS, labels=("gpu", "code"))
@@ -411,7 +425,8 @@ def _mig() -> Iterator[Family]:
     yield family(
         "oomwatch_mig_info",
         "Identity of a MIG slice, to be joined by mig, its uuid.",
-        "nvmlDeviceGetMigDeviceHandleByIndex, nvmlDeviceGetGpuInstanceId, nvmlDeviceGetComputeInstanceId",
+        "nvmlDeviceGetMigDeviceHandleByIndex, nvmlDeviceGetUUID, nvmlDeviceGetGpuInstanceId, "
+        "nvmlDeviceGetComputeInstanceId",
         kind="info",
         labels=("gpu", "mig", "gpu_instance", "compute_instance"),
         absent="the device was not read lately",

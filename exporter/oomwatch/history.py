@@ -328,8 +328,9 @@ class History:
             try:
                 self._write(batch)
             except Exception as error:
-                self._set(problem=f"a defect of oomwatch: {type(error).__name__}: {error}", failed=1)
-                _log.exception("history could not be written")
+                problem = f"a defect of oomwatch: {type(error).__name__}: {error}"
+                self._set(problem=problem, failed=1)
+                self._repeats.failed(_log, "defect", "history could not be written", problem, exc_info=error)
                 self._trim()
             if batch.last:
                 if self._database is not None:

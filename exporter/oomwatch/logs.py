@@ -150,7 +150,10 @@ class Repeats:
         self._troubles: dict[Hashable, _Trouble] = {}
 
     def failed(self, log: FilteringBoundLogger, key: Hashable, event: str, error: str = "", **fields: object) -> None:
-        """A failure of ``key``. ``event`` and ``error`` decide what counts as the same one; ``fields`` may vary."""
+        """A failure of ``key``. ``event`` and ``error`` decide what counts as the same one; ``fields`` may vary.
+
+        One with ``exc_info`` is an error of oomwatch's own, and logged as one.
+        """
         with self._lock:
             now = self._clock()
             trouble = self._troubles.setdefault(key, _Trouble())
@@ -170,7 +173,8 @@ class Repeats:
             fields["error"] = error
         if unsaid:
             fields["not_logged"] = unsaid
-        log.warning(event, **fields)
+        say = log.error if "exc_info" in fields else log.warning
+        say(event, **fields)
 
     def recovered(self, log: FilteringBoundLogger, key: Hashable, event: str, **fields: object) -> None:
         """``key`` is fine again: logged where its failure was, with how many there were and for how many seconds."""
@@ -188,3 +192,17 @@ class Repeats:
         """``key`` is not watched any more."""
         with self._lock:
             self._troubles.pop(key, None)
+
+
+class Defects:
+    """Errors of oomwatch's own, which end nothing: counted, and logged with their traceback as Repeats does it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._repeats = Repeats()
+        self.count = 0
+
+    def met(self, log: FilteringBoundLogger, event: str, error: Exception, **fields: object) -> None:
+        with self._lock:
+            self.count += 1
+        self._repeats.failed(log, (event, *sorted(fields.items())), event, repr(error), exc_info=error, **fields)

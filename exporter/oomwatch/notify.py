@@ -32,6 +32,7 @@ from oomwatch.conclusions import (
 )
 from oomwatch.config import DEFAULT_PORT, AlertingConfig, Config, WebhookConfig, split_address
 from oomwatch.detectors.base import LEVEL
+from oomwatch.logs import Defects, Repeats
 from oomwatch.settings import read_secret
 from oomwatch.snapshot import Snapshot
 from oomwatch.sources.vllm.transport import Fetcher, FetchError, Location, ScrapeOptions
@@ -469,6 +470,8 @@ class _Sender:
     ledger: Ledger
     clock: Callable[[], float]
     status: TargetStatus
+    defects: Defects
+    repeats: Repeats = field(default_factory=Repeats)
     stopping: threading.Event = field(default_factory=threading.Event)
     pause: float = 0.0
     again_at: float = 0.0
@@ -485,8 +488,8 @@ class _Sender:
         """A step that cannot end the thread: what it raises is a defect of ours."""
         try:
             self.step()
-        except Exception:
-            _log.exception("telling of alerts failed; it is tried again", target=self.target.name)
+        except Exception as error:
+            self.defects.met(_log, "telling of alerts failed; it is tried again", error, target=self.target.name)
             self.again_at = time.monotonic() + _LONGEST_PAUSE
 
     def step(self) -> None:
@@ -498,10 +501,8 @@ class _Sender:
         try:
             sent = self.target.tell(holding, now)
         except CannotTell as error:
-            if not self.pause:
-                _log.warning(
-                    "alerts cannot be told; tried again until it works", target=self.target.name, error=str(error)
-                )
+            event = "alerts cannot be told; tried again until it works"
+            self.repeats.failed(_log, "tell", event, str(error), target=self.target.name)
             self.pause = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, 2 * self.pause))
             self.again_at = time.monotonic() + self.pause
             waiting = self.target.waiting(holding, now)
@@ -509,8 +510,7 @@ class _Sender:
             return
         if not sent:
             return
-        if self.pause:
-            _log.info("alerts are told again", target=self.target.name)
+        self.repeats.recovered(_log, "tell", "alerts are told again", target=self.target.name)
         self.pause = 0.0
         waiting = self.target.waiting(holding, now)
         self.status = replace(self.status, sent=self.status.sent + 1, waiting=waiting, last_success=now)
@@ -519,7 +519,13 @@ class _Sender:
 class Notifier:
     """Keeps every target told. ``configure`` may be called at any time, from any thread."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        clock: Callable[[], float] = time.time,
+        defects: Defects | None = None,
+    ) -> None:
+        self._defects = defects or Defects()
         self._snapshot = snapshot
         self._clock = clock
         self._senders: tuple[_Sender, ...] = ()
@@ -538,7 +544,8 @@ class Notifier:
             ledger.take_over(self._ledger)
         self._ledger = ledger
         self._senders = tuple(
-            _Sender(target, ledger, self._clock, TargetStatus(target.name)) for target in targets_of(alerting, place)
+            _Sender(target, ledger, self._clock, TargetStatus(target.name), self._defects)
+            for target in targets_of(alerting, place)
         )
         for sender in self._senders:
             sender.start()

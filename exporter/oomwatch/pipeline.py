@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from oomwatch.judge import Judge
+from oomwatch.logs import Defects
 from oomwatch.observations import Observation
 from oomwatch.snapshot import EMPTY, Snapshot
 
@@ -25,7 +26,12 @@ class Pipeline:
     swapped by a single assignment, so that a reader never sees half of a cycle.
     """
 
-    def __init__(self, judge: Judge, observers: Sequence[Callable[[Observation], None]] = ()) -> None:
+    def __init__(
+        self,
+        judge: Judge,
+        observers: Sequence[Callable[[Observation], None]] = (),
+        defects: Defects | None = None,
+    ) -> None:
         """Each of ``observers`` is told every observation after it was folded, in the owner's thread."""
         self._judge = judge
         self._observers = tuple(observers)
@@ -34,7 +40,7 @@ class Pipeline:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipeline", daemon=True)
         self.current: Snapshot = EMPTY
-        self.failures = 0
+        self.defects = defects or Defects()
         self._swaps = 0
 
     def publish(self, observation: Observation) -> None:
@@ -95,17 +101,15 @@ class Pipeline:
             self._judge.apply(item)
             for observer in self._observers:
                 observer(item)
-        except Exception:
+        except Exception as error:
             # One observation that cannot be folded must not end the daemon: what still works goes on.
-            self.failures += 1
-            _log.exception("could not fold an observation", kind=type(item).__name__)
+            self.defects.met(_log, "could not fold an observation", error, kind=type(item).__name__)
 
     def _swap(self) -> None:
         try:
             snapshot = self._judge.snapshot()
-        except Exception:
-            self.failures += 1
-            _log.exception("could not build a snapshot; showing nothing rather than the past")
+        except Exception as error:
+            self.defects.met(_log, "could not build a snapshot; showing nothing rather than the past", error)
             snapshot = EMPTY
         with self._swapped:
             self.current = snapshot

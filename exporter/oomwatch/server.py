@@ -25,6 +25,7 @@ from oomwatch import page, record
 from oomwatch.config import split_address
 from oomwatch.connections import Answer, CannotListen, Connections, Limits, Request, listen, shown
 from oomwatch.database import Unusable
+from oomwatch.logs import Defects
 from oomwatch.snapshot import Snapshot
 from oomwatch.status import status
 from oomwatch.webconfig import WebConfigFile, WebState
@@ -85,7 +86,9 @@ class _Application:
         web: _WebConfiguration,
         actions: Mapping[str, Callable[[Environ], _Response]],
         max_requests: int,
+        defects: Defects,
     ) -> None:
+        self._defects = defects
         self._web = web
         self._actions = actions
         self._slots = threading.BoundedSemaphore(max_requests)
@@ -94,8 +97,8 @@ class _Application:
         web = self._web.current()
         try:
             response = self._limited(environ, web)
-        except Exception:
-            _log.exception("could not answer a request", path=environ.get("PATH_INFO"))
+        except Exception as error:
+            self._defects.met(_log, "could not answer a request", error)
             response = _text("500 Internal Server Error", "Something went wrong here. oomwatch's log says what.")
         body, encoding = _encoded(response, environ.get("HTTP_ACCEPT_ENCODING", ""))
         headers = {
@@ -263,7 +266,9 @@ class WebServer:
         max_requests: int = 40,
         clock: Callable[[], float] = time.time,
         limits: Limits | None = None,
+        defects: Defects | None = None,
     ) -> None:
+        self._defects = defects or Defects()
         self._listen = tuple(listen)
         self._snapshot = snapshot
         self._render = render
@@ -286,7 +291,7 @@ class WebServer:
             "/-/reload": lambda environ: self._act(environ, reload, "Reloaded."),
             "/-/release": lambda environ: self._act(environ, release, "Released."),
         }
-        self._cheroot = _Cheroot(_Application(self._web, actions, max_requests), self._limits)
+        self._cheroot = _Cheroot(_Application(self._web, actions, max_requests, self._defects), self._limits)
         self._connections: Connections | None = None
         self.addresses: tuple[str, ...] = ()
 
@@ -301,7 +306,7 @@ class WebServer:
         sockets = listen(_addresses(self._listen))
         self.addresses = tuple(shown(*sock.getsockname()[:2]) for sock in sockets)
         self._connections = Connections(
-            sockets, self._cheroot.answer, lambda: self._web.current().context, self._limits
+            sockets, self._cheroot.answer, lambda: self._web.current().context, self._limits, self._defects
         )
         self._connections.start()
 
