@@ -207,8 +207,10 @@ class Node:
 
     @property
     def host(self) -> HostMemory | None:
-        """The host's memory, None once the reading is stale."""
-        return self._host if self._host and self._fresh(self._host.t, "host") else None
+        """The host's memory, None once the reading is stale or has failed."""
+        if self._host is None or self._host_has_failed() or not self._fresh(self._host.t, "host"):
+            return None
+        return self._host
 
     def holder(self, pid: int) -> Holder:
         """Who holds what ``pid`` holds."""
@@ -621,7 +623,13 @@ class Node:
             told[key] for key in sorted(told) if self.holder(key[0]) == holder and self._fresh(told[key].t, "allocator")
         )
 
+    def _host_has_failed(self) -> bool:
+        source = self._sources.get(("host", ""))
+        return source is not None and source.up is False
+
     def _processes_of(self, engine: str) -> tuple[HostProcess, ...]:
+        if self._host_has_failed():
+            return ()
         mine = (process for process in self._processes.values() if process.engine == engine)
         return tuple(sorted((process for process in mine if self._fresh(process.t, "host")), key=lambda p: p.pid))
 
