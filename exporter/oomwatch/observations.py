@@ -30,7 +30,7 @@ Maybe: TypeAlias = T | Absent
 
 NOT_READ = Absent("NOT_READ")  # this source did not ask for it in this cycle (slower cadence)
 HUNG = Absent("HUNG")  # a driver call has not returned within its deadline
-IMPLAUSIBLE = Absent("IMPLAUSIBLE")  # the driver's answer contradicts itself (scrambled process lists)
+IMPLAUSIBLE = Absent("IMPLAUSIBLE")  # the answer contradicts itself (scrambled process lists), or is no number (NaN)
 NOT_EXPOSED = Absent("NOT_EXPOSED")  # the page has no such series
 MIG_ENABLED = Absent("MIG_ENABLED")  # a parent's value would repeat or hide its slices'
 NOT_KNOWN = Absent("NOT_KNOWN")  # nobody told us and it cannot be derived

@@ -49,6 +49,33 @@ def test_the_model_is_the_one_of_the_gauges() -> None:
     assert reading.model_name == "now"
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf"])
+def test_a_series_that_is_no_number_is_implausible_and_the_page_says_which(value: str) -> None:
+    reading = reading_of(
+        f"""
+        vllm:num_requests_running{{engine="0"}} {value}
+        vllm:num_requests_waiting{{engine="0"}} 2
+        vllm:request_success_total{{engine="0",finished_reason="stop"}} {value}
+        vllm:request_success_total{{engine="0",finished_reason="length"}} 4
+        """
+    )
+    (rank,) = reading.ranks
+    assert (rank.running, rank.waiting, rank.finished) == (IMPLAUSIBLE, 2, IMPLAUSIBLE)
+    assert 'not finite: vllm:num_requests_running{engine="0"} is ' in reading.error
+
+
+def test_gauges_that_are_no_numbers_are_gauges_all_the_same() -> None:
+    names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting", "num_preemptions_total")
+    reading = reading_of("\n".join(f'vllm:{name}{{engine="0"}} NaN' for name in names))
+    assert reading.state == "ok"
+    assert reading.error.endswith(", and 1 more")
+
+
+def test_the_pool_of_a_series_that_is_no_number_is_not_known() -> None:
+    page = config(num_gpu_blocks=300).removesuffix("1") + 'NaN\nvllm:num_requests_running{engine="0"} 1'
+    assert reading_of(page).ranks[0].pool.blocks == NOT_KNOWN
+
+
 def test_ranks_come_in_order_and_each_has_its_own_ratio() -> None:
     lines = [f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {rank / 20}' for rank in (10, 2, 0)]
     assert [(rank.rank, rank.usage) for rank in reading_of("\n".join(lines)).ranks] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
@@ -221,9 +222,14 @@ def test_only_line_feeds_end_lines() -> None:
 
 
 @pytest.mark.parametrize("value", ["NaN", "nan", "+Inf", "-Inf", "Inf"])
-def test_a_value_that_is_no_number_leaves_only_its_own_series_out(value: str) -> None:
-    page = read(f'{USAGE}{{engine="0"}} {value}\n{USAGE}{{engine="1"}} 0.5\n'.encode())
+def test_a_value_that_is_no_number_sets_only_its_own_series_apart(value: str) -> None:
+    page = read(f'{USAGE}{{engine="0"}} {value}\n{USAGE}{{engine="0"}} {value}\n{USAGE}{{engine="1"}} 0.5\n'.encode())
     assert [sample.labels["engine"] for sample in page.samples] == ["1"]
+    assert [sample.labels["engine"] for sample in page.not_finite] == ["0"]
+
+
+def test_of_adapters_a_value_that_is_no_number_keeps_no_name() -> None:
+    assert "acme" not in repr(read(f"{of_adapters('acme', math.nan)}\n".encode()))
 
 
 def test_a_series_with_two_values_is_refused_in_whatever_order_its_labels_come() -> None:

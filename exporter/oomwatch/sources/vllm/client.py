@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from oomwatch.observations import (
-    NOT_EXPOSED,
     NOT_KNOWN,
     NOT_READ,
     EngineFacts,
@@ -134,7 +133,7 @@ def _counters(reading: RankReading) -> Mapping[str, float]:
 
 def _restarted(before: PageReading, now: PageReading) -> bool:
     """Whether another server process answers: its start differs, or a counter fell."""
-    if before.process_start != now.process_start and NOT_EXPOSED not in (before.process_start, now.process_start):
+    if len({start for page in (before, now) if (start := known(page.process_start)) is not None}) > 1:
         return True
     earlier = {rank.rank: _counters(rank) for rank in before.ranks}
     return any(

@@ -42,6 +42,7 @@ Version = tuple[int, int, int]
 
 _VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(dev|a|b|rc)\d*)?", re.ASCII)
 _NULL_BLOCK_LEFT_OUT: Version = (0, 10, 2)
+_MOST_SHOWN = 3  # series in a message
 # Families that vLLM's HTTP layer puts on every page, statistics or not (prometheus-fastapi-instrumentator).
 _HTTP_FAMILIES = frozenset({"http_request_duration_highr_seconds", "http_request_size_bytes", "http_requests_total"})
 
@@ -50,7 +51,8 @@ _HTTP_FAMILIES = frozenset({"http_request_duration_highr_seconds", "http_request
 class PageReading:
     """What one page says.
 
-    ``state`` is ok, no_traffic_yet, stats_disabled or not_vllm; ``error`` explains the last two.
+    ``state`` is ok, no_traffic_yet, stats_disabled or not_vllm; ``error`` explains the last two, and of the first two
+    says which series are no number.
     """
 
     state: str
@@ -103,7 +105,7 @@ def read_page(page: Page, version: str | None = None, facts: EngineFacts | None 
             return PageReading("stats_disabled", error, process_start=process_start)
         error = "a page of metrics, but not vLLM's: no vllm: series and no trace of its HTTP server; check the port"
         return PageReading("not_vllm", error, process_start=process_start)
-    groups = _by_rank(page.samples)
+    groups = _by_rank((*page.samples, *page.not_finite))
     accounting = _accountings(page, release(version) or release(facts.vllm_version if facts else None))
     configs = {rank: _CacheConfig(samples.get(CACHE_CONFIG, ())) for rank, samples in groups.items()}
     names = _rank_names(groups)
@@ -111,17 +113,24 @@ def read_page(page: Page, version: str | None = None, facts: EngineFacts | None 
         _rank_reading(names[rank], samples, _blocks_of(rank, configs), configs[rank], accounting, facts)
         for rank, samples in groups.items()
     )
-    has_gauges = any(
-        not isinstance(value, Absent) for rank in ranks for value in (rank.usage, rank.running, rank.waiting)
-    )
+    has_gauges = any(value != NOT_EXPOSED for rank in ranks for value in (rank.usage, rank.running, rank.waiting))
     return PageReading(
         "ok" if has_gauges else "no_traffic_yet",
+        _not_finite(page),
         ranks=tuple(sorted(ranks, key=_rank_order)),
         model_name=_model_name(page.samples),
         process_start=process_start,
         kv_connector=_kv_connector(page, configs.values(), ranks, facts),
         adapters=_adapters(page),
     )
+
+
+def _not_finite(page: Page) -> str:
+    """Which series are no number, in a sentence; empty if none is."""
+    odd = page.not_finite
+    shown = ", ".join(f"{sample.series[:120]} is {sample.value:g}" for sample in odd[:_MOST_SHOWN])
+    more = f", and {len(odd) - _MOST_SHOWN} more" if len(odd) > _MOST_SHOWN else ""
+    return f"not finite: {shown}{more}" if odd else ""
 
 
 # --- samples to ranks --------------------------------------------------------------------------------------------
@@ -200,8 +209,12 @@ def _value(samples: _RankSamples, meaning: Meaning) -> Maybe[float]:
         return NOT_EXPOSED
     if not meaning.add:
         return found[0]
-    counts = [count for count in found if not isinstance(count, Absent)]
-    return math.fsum(counts) if len(counts) == len(found) else AMBIGUOUS
+    counts: list[float] = []
+    for count in found:
+        if isinstance(count, Absent):
+            return count
+        counts.append(count)
+    return math.fsum(counts)
 
 
 def _selected(samples: Sequence[Sample], meaning: Meaning) -> Sequence[Sample]:
@@ -217,6 +230,8 @@ def _one_value(samples: Sequence[Sample]) -> Maybe[float]:
     vLLM 0.9.2 to 0.11.0 gave the usage gauge a pid label with several API servers: those that did not see the last
     step read 0.
     """
+    if not all(math.isfinite(sample.value) for sample in samples):
+        return IMPLAUSIBLE
     if any("pid" in sample.labels for sample in samples):
         return max(sample.value for sample in samples)
     values = {sample.value for sample in samples}
@@ -230,10 +245,18 @@ def _by_label(samples: _RankSamples, meaning: Meaning, label: str) -> Maybe[Mapp
             values: dict[str, list[Sample]] = defaultdict(list)
             for sample in found:
                 values[sample.labels.get(label, "")].append(sample)
-            agreed = {key: _one_value(of_key) for key, of_key in values.items()}
-            certain = {key: value for key, value in agreed.items() if not isinstance(value, Absent)}
-            return certain if len(certain) == len(agreed) else AMBIGUOUS
+            return _all_certain({key: _one_value(of_key) for key, of_key in values.items()})
     return NOT_EXPOSED
+
+
+def _all_certain(values: Mapping[str, Maybe[float]]) -> Maybe[Mapping[str, float]]:
+    """All of the values, or why one of them is missing."""
+    certain: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, Absent):
+            return value
+        certain[key] = value
+    return certain
 
 
 def _histogram(samples: _RankSamples, meaning: Meaning) -> Maybe[Histogram]:
@@ -280,8 +303,8 @@ class _CacheConfig:
 
     def __init__(self, series: Sequence[Sample]) -> None:
         blocks = CONFIG_LABELS["blocks"].name
-        sized = [sample.labels for sample in series if sample.labels.get(blocks, "").isdecimal()]
-        self._label_sets = sized or [sample.labels for sample in series]
+        shown = [sample.labels for sample in series if math.isfinite(sample.value)]
+        self._label_sets = [labels for labels in shown if labels.get(blocks, "").isdecimal()] or shown
 
     def _text(self, key: str) -> Maybe[str]:
         label = CONFIG_LABELS[key].name
@@ -451,7 +474,7 @@ def _or_not_known(value: Maybe[int]) -> Maybe[int]:
 
 def _process_start(page: Page) -> Maybe[float]:
     name = BY_FIELD["process_start"].names[0]
-    starts = [sample for sample in page.samples if sample.name == name]
+    starts = [sample for sample in (*page.samples, *page.not_finite) if sample.name == name]
     return _one_value(starts) if starts else NOT_EXPOSED
 
 

@@ -62,10 +62,14 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """What a page holds for us: the known samples, finite ones only, and the names of everything that it exposes."""
+    """What a page holds for us: the known samples, and the names of everything that it exposes.
+
+    NaN and infinities stand apart, so that whoever asks for such a series learns more than that there is none.
+    """
 
     samples: tuple[Sample, ...] = ()
     names: frozenset[str] = field(default_factory=frozenset)
+    not_finite: tuple[Sample, ...] = ()
 
     @property
     def of_vllm(self) -> bool:
@@ -76,7 +80,7 @@ class Page:
 def read(body: bytes, content_type: str | None = None) -> Page:
     """Read a whole page in the Prometheus text format (0.0.4, 1.0.0) or in OpenMetrics (by its content type).
 
-    NaN and infinities are left out. A series that comes twice with one value counts once; with two values it is an
+    A series that comes twice with one value counts once; with two values it is an
     error, as is a malformed line anywhere on the page. Raises PageError.
     """
     openmetrics = _is_openmetrics(body, content_type)
@@ -142,11 +146,18 @@ def _read_lines(lines: list[str], grammar: re.Pattern[str], openmetrics: bool) -
             except ValueError as error:
                 raise PageError("not_metrics", f"line {number}: {error}: {_shown(line)}") from None
             names.add(sample.name)
-            if sample.name in SAMPLE_NAMES and math.isfinite(sample.value):
+            if sample.name in SAMPLE_NAMES:
                 known.append(sample)
         else:
             names.add(name)
-    return Page(_unique(known), frozenset(names))
+    return _page(known, names)
+
+
+def _page(known: list[Sample], names: set[str]) -> Page:
+    finite = [sample for sample in known if math.isfinite(sample.value)]
+    # What a series of adapters has to say is in its labels, and these are counted, never kept.
+    odd = (s for s in known if s.name != LORA_REQUESTS and not math.isfinite(s.value))
+    return Page(_unique(finite), frozenset(names), tuple({sample.identity: sample for sample in odd}.values()))
 
 
 @lru_cache(16384)
@@ -232,7 +243,10 @@ def _whole_numbers(labelled: list[Mapping[str, str]], label: str) -> list[int]:
 
 
 def samples_for_recording(page: Page) -> dict[str, float]:
-    """The known samples as recordings hold them: ``name{label="value",…}`` to the value."""
+    """The known samples as recordings hold them: ``name{label="value",…}`` to the value.
+
+    Recordings are JSON, which has no NaN: a series that was not finite is one that is not there.
+    """
     return {sample.series: sample.value for sample in page.samples}
 
 
@@ -252,6 +266,6 @@ def samples_from_recording(recorded: Mapping[str, float]) -> Page:
         except ValueError as error:
             raise PageError("not_metrics", f"{error}: {_shown(series)}") from None
         names.add(sample.name)
-        if sample.name in SAMPLE_NAMES and math.isfinite(sample.value):
+        if sample.name in SAMPLE_NAMES:
             known.append(sample)
-    return Page(_unique(known), frozenset(names))
+    return _page(known, names)
