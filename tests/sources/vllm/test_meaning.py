@@ -206,8 +206,16 @@ def test_a_ratio_outside_0_to_1_is_rounding_or_implausible(shown: str, read: obj
         config(num_gpu_blocks=10, kv_offloading_size="8.0"),
     ],
 )
-def test_a_connector_shows_on_the_page(line: str) -> None:
-    assert reading_of(line).kv_connector is True
+@pytest.mark.parametrize("told", [None, False, True])
+def test_a_connector_that_shows_on_the_page_is_there_whatever_we_were_told(line: str, told: bool | None) -> None:
+    assert reading_of(line, facts=EngineFacts("e", kv_connector=told)).kv_connector is True
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("queries", ["", 'vllm:external_prefix_cache_queries_total{engine="0"} 0\n'])
+def test_where_none_shows_it_is_as_we_were_told(queries: str, told: bool) -> None:
+    page = queries + 'vllm:prompt_tokens_total{engine="0"} 9'
+    assert reading_of(page, facts=EngineFacts("e", kv_connector=told)).kv_connector is told
 
 
 def test_prompts_without_external_queries_tell_that_there_is_no_connector() -> None:

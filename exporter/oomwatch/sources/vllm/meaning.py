@@ -497,22 +497,24 @@ def _model_name(samples: Iterable[Sample]) -> Maybe[str]:
 def _kv_connector(
     page: Page, configs: Iterable[_CacheConfig], ranks: Iterable[RankReading], facts: EngineFacts | None
 ) -> Maybe[bool]:
-    """Whether a KV connector holds blocks of finished requests: as we were told, else by what the page shows.
+    """Whether a KV connector holds blocks of finished requests: it shows on the page, or we were told, or it does not.
+
+    That it shows goes before what we were told: discovery says "none" where it sees no flag for one, which is no proof.
 
     The scheduler records an external query for each request that it admits when it has a connector, and none when it
     has not (vllm/v1/core/sched/scheduler.py, 0.11.1+): prompts without external queries tell that there is none.
     """
-    if facts is not None and facts.kv_connector is not None:
-        return facts.kv_connector
     if any(sample.name in BY_FIELD["kv_connector"].names for sample in page.samples):
         return True
     if any((known(config.number("kv_offloading_size")) or 0) > 0 for config in configs):
         return True
     asked = _sum(rank.external_prefix_queries for rank in ranks)
+    if asked:
+        return True
+    if facts is not None and facts.kv_connector is not None:
+        return facts.kv_connector
     if asked is None:
         return NOT_KNOWN
-    if asked > 0:
-        return True
     return False if (_sum(rank.prompt_tokens for rank in ranks) or 0) > 0 else NOT_KNOWN
 
 
