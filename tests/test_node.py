@@ -439,6 +439,13 @@ class TestHostProcesses:
 
 
 class TestSources:
+    def test_of_an_engine_with_a_page_has_failed_no_time_before_it_is_read(self) -> None:
+        facts = EngineFacts("llm", target="http://127.0.0.1:8000/metrics")
+        (view,) = fold(EngineUpdate(0, facts)).sources
+        assert (view.source, view.target, view.up, view.failures) == ("vllm", "llm", None, 0)
+        assert fold(EngineUpdate(0, EngineFacts("llm"))).sources == ()
+        assert fold(EngineUpdate(0, facts), EngineUpdate(5, facts, gone=True)).sources == ()
+
     def test_health_stands_apart_from_data(self) -> None:
         fine, failed = SourceRun(0, "nvml", UUID, True, 0.2), SourceRun(10, "nvml", UUID, False, 5.0, "hung")
         (view,) = fold(fine, failed).sources

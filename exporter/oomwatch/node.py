@@ -394,8 +394,10 @@ class Node:
         if update.gone:
             engine.gone_at, engine.scrape = self._t, None
             self._forget_sources(update.facts.name)
-        else:
-            engine.gone_at = None
+            return
+        engine.gone_at = None
+        if update.facts.target is not None:  # its failures are counted from 0, also when the first read fails
+            self._sources.setdefault(("vllm", update.facts.name), SourceView("vllm", update.facts.name, up=None))
 
     def _heard_of(self, name: str) -> _Engine:
         """An engine that something was read of; nothing but its name is known of one that is new."""
