@@ -13,7 +13,15 @@ import pytest
 
 from oomwatch.config import Config
 from oomwatch.feed import NodeFeed
-from oomwatch.observations import EngineFacts, EngineUpdate, LogLine, Observation, SourceRun, TargetRemoved
+from oomwatch.observations import (
+    EngineFacts,
+    EngineScrape,
+    EngineUpdate,
+    LogLine,
+    Observation,
+    SourceRun,
+    TargetRemoved,
+)
 from oomwatch.snapshot import EMPTY, EngineView, Snapshot, SourceView
 from oomwatch.sources.discovery import Discovery
 from oomwatch.sources.vllm.probe import EngineProbe
@@ -86,6 +94,34 @@ def test_engines_that_cannot_be_looked_for_have_not_ended(monkeypatch: pytest.Mo
     assert len(published) == 1
     assert feed.engine_names() == ("chat",)
     feed.close()
+
+
+def test_an_engine_whose_process_ends_is_gone_before_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    published: list[Observation] = []
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        facts = EngineFacts("chat", target="http://127.0.0.1:1/metrics", origin="discovery", pids=(process.pid,))
+        monkeypatch.setattr(Discovery, "find", lambda _: () if process.poll() is not None else (facts,))
+        feed = NodeFeed(Config.model_validate({"nvml": {"enabled": False}}), published.append, lambda: EMPTY)
+        feed.find_engines()
+        process.kill()
+        wait_until(lambda: feed.engine_names() == (), 5, "it is watched no more")
+        feed.close()
+    assert [one.facts.name for one in published if isinstance(one, EngineUpdate) and one.gone] == ["chat"]
+
+
+def test_an_engine_that_is_configured_is_asked_at_once_when_its_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    published: list[Observation] = []
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        facts = EngineFacts("found", target="http://127.0.0.1:1/metrics", origin="discovery", pids=(process.pid,))
+        monkeypatch.setattr(Discovery, "find", lambda _: () if process.poll() is not None else (facts,))
+        settings = {"engines": [{"name": "chat", "url": "http://127.0.0.1:1"}], "nvml": {"enabled": False}}
+        feed = NodeFeed(Config.model_validate(settings), published.append, lambda: EMPTY)
+        feed.find_engines()
+        process.kill()
+        wait_until(lambda: any(isinstance(one, EngineScrape) for one in published), 5, "its page is asked")
+        feed.close()
+    (scrape,) = (one for one in published if isinstance(one, EngineScrape))
+    assert (scrape.engine, scrape.answered) == ("chat", False)
 
 
 def test_a_job_asks_the_engine_as_it_is_configured_now() -> None:

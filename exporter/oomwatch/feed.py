@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +28,7 @@ from oomwatch.observations import (
 from oomwatch.snapshot import Snapshot, SourceView, devices
 from oomwatch.sources.allocator import FILE_STATES, AllocatorSource
 from oomwatch.sources.discovery import Discovery, merge
+from oomwatch.sources.ends import Ends
 from oomwatch.sources.enginelog import ContainerFile, EngineLogSource, File, Journal, Place, Places
 from oomwatch.sources.host import HostSource
 from oomwatch.sources.nvml import CallStats, NvmlSource
@@ -89,6 +90,7 @@ class _Engine:
     probe: EngineProbe | None
     probe_interval: float
     log: EngineLogSource | None = None
+    turn: threading.Lock = field(default_factory=threading.Lock)  # of its scraper
 
     def close(self) -> None:
         for part in (self.scraper, self.probe, self.log):
@@ -114,6 +116,8 @@ class NodeFeed:
         self._lock = threading.Lock()  # over the engines: found by one job, scraped by others
         self._engines: dict[str, _Engine] = {}
         self._found: tuple[EngineFacts, ...] = ()
+        self._finding = threading.Lock()
+        self._ends = Ends(self._engine_process_ended)
         table = ProcessTable()
         self._discovery = Discovery(table=table)
         self._host = HostSource(publish, clock=clock, table=table)
@@ -162,6 +166,10 @@ class NodeFeed:
 
     def find_engines(self) -> None:
         """Looks for engines on this host, and brings what is watched up to date."""
+        with self._finding:
+            self._find_engines()
+
+    def _find_engines(self) -> None:
         begin = time.monotonic()
         error = ""
         if self._config.discovery.enabled:
@@ -178,13 +186,25 @@ class NodeFeed:
             self._end_the_unfound()
         self._first.discard("engines")
 
+    def _engine_process_ended(self, pid: int) -> None:
+        """Its series go now, and not at the next look."""
+        with self._lock:
+            names = [name for name, engine in self._engines.items() if pid in (engine.facts.pids or ())]
+        try:
+            self.find_engines()
+            for name in names:
+                self.scrape(name)
+        except Exception as error:  # a defect, which the next turns of these jobs count
+            self._repeats.failed(_log, "end", "the end of an engine was not followed up", repr(error), exc_info=error)
+
     def scrape(self, name: str) -> None:
         """Scrapes one engine; returns within its timeout."""
         with self._lock:
             engine = self._engines.get(name)
         if engine is None or engine.scraper is None:
             return
-        scrape = engine.scraper.scrape(engine.facts)
+        with engine.turn:
+            scrape = engine.scraper.scrape(engine.facts)
         with self._lock:
             if self._engines.get(name) is not engine:
                 return  # it left the list meanwhile: what was read is nobody's
@@ -307,6 +327,7 @@ class NodeFeed:
                 return True
 
     def close(self) -> None:
+        self._ends.close()
         if self._nvml is not None:
             self._nvml.close()
         with self._lock:
@@ -324,6 +345,8 @@ class NodeFeed:
                 self._watch_one(self._with_reason(facts), configured.get(facts.name))
             for name in self._engines.keys() - {facts.name for facts in wanted}:
                 self._unwatch(name)
+            pids = [pid for engine in self._engines.values() for pid in engine.facts.pids or ()]
+        self._ends.watch(pids)
 
     def _end_the_unfound(self) -> None:
         """Engines that are known from before a restart of oomwatch and are neither configured nor found any more."""

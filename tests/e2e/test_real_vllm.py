@@ -294,13 +294,16 @@ class TestOneEngine:
         assert watched.value(page, "restarts_total") == 0
 
     # The last test of the class: it ends the engine.
-    def test_is_gone_within_two_intervals_of_its_workers_death_and_its_last_values_stay(self, watched: Watched) -> None:
+    def test_is_gone_within_a_second_of_its_end_and_its_last_values_stay(self, watched: Watched) -> None:
         watched.engine.start_load(100, concurrency=4)  # more than it lives to serve
         watched.daemon.wait_for(lambda page: watched.number(page, "running_requests") > 0, "requests run")
-        killed, killed_at = time.monotonic(), time.time()
+        killed_at = time.time()
         watched.engine.kill_worker()
+        # vLLM's own end takes up to a second.
+        wait_until(lambda: watched.engine.exit_status() is not None, 30, "the server has ended", interval_s=0.02)
+        ended = time.monotonic()
         watched.daemon.wait_for(lambda page: not watched.readings(page), "no rank has a value", 2 * TWO_INTERVALS_S)
-        assert time.monotonic() - killed <= TWO_INTERVALS_S + 1, "vLLM's own end takes up to a second"
+        assert time.monotonic() - ended <= 1
 
         gone = watched.daemon.wait_for(lambda page: watched.state(page) == "gone", "its processes have ended")
         assert watched.families(gone) == KEPT_WHEN_GONE
@@ -322,7 +325,6 @@ class TestOneEngine:
         watched.prometheus.wait_for(f"absent(oomwatch_engine_kv_cache_usage_ratio{of})")
         (since,) = watched.prometheus.wait_for(f"time() - oomwatch_engine_last_seen_timestamp_seconds{of}")
         assert 0 < since.value < 60
-        wait_until(lambda: watched.engine.exit_status() is not None, 30, "the server has ended")
 
 
 @pytest.mark.real
