@@ -368,12 +368,12 @@ class DiscoveryConfig(Section):
 class IntervalsConfig(Section):
     """How often each source is read."""
 
-    gpu: Duration = Field(default=15.0, ge=1, le=300, description="GPU memory and health by NVML.")
+    gpu: Duration = Field(default=15.0, ge=1, le=300, description="GPU memory by NVML.")
     processes: Duration = Field(
         default=60.0,
         ge=1,
         le=3600,
-        description="The GPUs' process lists, which cost more; rounded to a multiple of intervals.gpu.",
+        description="The GPUs' process lists and health, which cost more; rounded to a multiple of intervals.gpu.",
     )
     scrape: Duration = Field(default=15.0, ge=1, le=300, description="The engines' pages of metrics.")
     host: Duration = Field(default=30.0, ge=1, le=3600, description="Host processes of engines and the host's memory.")

@@ -85,7 +85,7 @@ class MigInstance:
 
 @dataclass(frozen=True)
 class RemappedRows:
-    """nvmlDeviceGetRemappedRows: rows remapped after correctable and uncorrectable errors; one pending; one failed."""
+    """NVML's fields 142 to 145: rows remapped after correctable and uncorrectable errors; one pending; one failed."""
 
     correctable: int
     uncorrectable: int
