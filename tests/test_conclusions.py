@@ -19,11 +19,26 @@ from oomwatch.conclusions import (
     unknown_by_reason,
 )
 from oomwatch.detectors.base import Eta, Evidence, State, Subject
+from oomwatch.observations import Absent, Maybe
 from oomwatch.snapshot import Snapshot
 from oomwatch.status import device_labels, problems, status
 from oomwatch.verdicts import Verdict
 from tests import snapshots
-from tests.snapshots import GIB, NOW, engine, frozen, gpu, gpu_uuid, judged, leaking, lost, stuck, unreachable, verdict
+from tests.snapshots import (
+    GIB,
+    NOW,
+    engine,
+    frozen,
+    gpu,
+    gpu_uuid,
+    host_process,
+    judged,
+    leaking,
+    lost,
+    stuck,
+    unreachable,
+    verdict,
+)
 
 RANK = Subject(engine="llama-8b", rank="0")
 LABELS = {gpu_uuid(0): "GPU 0"}
@@ -278,6 +293,18 @@ class TestCheck:
         assert exit_status(node(leaking(RANK, "ticket"))) == 1
         assert exit_status(node(leaking(RANK, "info"))) == 0
         assert exit_status(node(verdict("kv-block-leak", "unknown", RANK, reason="warming up"))) == 0
+
+    @pytest.mark.parametrize(("missing", "shown"), [(None, "  50 GiB"), (Absent("GPU_IS_LOST"), "at least 50 GiB")])
+    def test_a_part_of_an_engines_gpu_memory_is_not_shown_as_the_whole(
+        self, missing: Absent | None, shown: str
+    ) -> None:
+        view = replace(engine(), gpu_memory={gpu_uuid(0): 50 * GIB}, gpu_memory_missing=missing)
+        assert shown in report(replace(node(), engines=(view,)), "text")
+
+    @pytest.mark.parametrize(("other", "shown"), [(2 * GIB, "  8 GiB"), (Absent("NO_PERMISSION"), "at least 6 GiB")])
+    def test_a_part_of_its_host_memory_neither(self, other: Maybe[int], shown: str) -> None:
+        processes = tuple(host_process(pid, "worker", anon=anon) for pid, anon in ((1, 6 * GIB), (2, other)))
+        assert shown in report(replace(node(), engines=(replace(engine(), processes=processes),)), "text")
 
     def test_labels_name_slices_by_their_gpu(self) -> None:
         assert device_labels(snapshots.full())["MIG-00000002-0001"] == "slice 7/0 of GPU 2"

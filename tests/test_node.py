@@ -227,6 +227,20 @@ class TestHolders:
         unreadable = replace(poll(0), processes=Absent("NO_PERMISSION"))
         assert engine(fold(self.facts, unreadable)).gpu_memory == Absent("NO_PERMISSION")
 
+    def with_one_unreadable(self, gpus: tuple[str, ...] | None) -> EngineView:
+        facts = replace(self.facts, facts=replace(self.facts.facts, gpus=gpus))
+        lost = replace(poll(0, memory=Absent("GPU_IS_LOST")), uuid="GPU-2", index=1, processes=Absent("GPU_IS_LOST"))
+        return engine(fold(facts, poll(0, GpuProcess(100, 50 * GIB)), lost))
+
+    @pytest.mark.parametrize("gpus", [None, (UUID, "GPU-2")], ids=["any", "both"])
+    def test_where_one_list_cannot_be_read_the_others_stand_and_there_is_no_sum(self, gpus: tuple[str, ...]) -> None:
+        view = self.with_one_unreadable(gpus)
+        assert view.gpu_memory == {UUID: 50 * GIB}
+        assert view.gpu_memory_sum == Absent("GPU_IS_LOST")
+
+    def test_a_device_that_is_not_the_engines_is_not_missed(self) -> None:
+        assert self.with_one_unreadable((UUID,)).gpu_memory_sum == 50 * GIB
+
 
 class TestMigSlices:
     slices = (
@@ -244,6 +258,11 @@ class TestMigSlices:
         assert first.held == (HeldMemory(Holder("engine", "llm"), 7 * GIB),)
         assert first.unowned == GIB
         assert second.held == ()
+
+    def test_the_parents_list_is_not_missed(self) -> None:
+        facts = EngineUpdate(0, EngineFacts("llm", pids=(100,)))
+        parent = replace(poll(0), mig=self.slices, mig_enabled=True)
+        assert engine(fold(facts, parent)).gpu_memory_sum == 7 * GIB
 
     def test_the_parents_list_is_not_counted_a_second_time(self) -> None:
         assert self.view().processes == MIG_ENABLED

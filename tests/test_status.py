@@ -265,6 +265,13 @@ def test_every_null_of_a_reading_has_its_reason() -> None:
     assert {name for name in device["absent"] if device[name] is not None} == set()
 
 
+def test_devices_that_can_be_read_stand_without_a_sum_where_another_cannot() -> None:
+    held = {gpu_uuid(0): 50 * GIB}
+    told = only(with_engine(replace(engine(), gpu_memory=held, gpu_memory_missing=HUNG)), "engines")
+    assert (told["gpu_memory_bytes"], told["gpu_memory_sum_bytes"]) == (held, None)
+    assert told["absent"]["gpu_memory_sum_bytes"] == "HUNG"
+
+
 def test_last_values_stand_apart_from_the_present() -> None:
     ended = only(with_engine(snapshots.gone(WORKING)), "engines")
     assert ended["ranks"] == []

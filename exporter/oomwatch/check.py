@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from oomwatch import units
 from oomwatch.conclusions import (
@@ -146,17 +146,29 @@ def _startups(engines: Sequence[EngineView]) -> list[str]:
 
 
 def _engine_rows(engine: EngineView) -> Iterator[tuple[str, ...]]:
-    held: Maybe[Mapping[str, int]] = engine.gpu_memory
-    gpu_memory = _reason(held) if isinstance(held, Absent) else units.size(sum(held.values())) if held else "-"
-    anonymous = [known(process.anon) for process in engine.processes]
-    host_memory = units.size(sum(a for a in anonymous if a is not None)) if any(anonymous) else "-"
     head = (engine.name, engine.state, engine.facts.vllm_version or "-")
-    tail = (gpu_memory, host_memory)
+    tail = (_gpu_memory(engine), _host_memory(engine))
     ranks = engine.scrape.ranks if engine.scrape else ()
     if not ranks:
         yield (*head, "-", "-", "-", "-", "-", "-", "-", *tail)
     for index, rank in enumerate(ranks):
         yield (*(head if index == 0 else ("", "", "")), *_rank(rank), *(tail if index == 0 else ("", "")))
+
+
+def _gpu_memory(engine: EngineView) -> str:
+    held = engine.gpu_memory
+    return _reason(held) if isinstance(held, Absent) else _sum(held.values(), engine.gpu_memory_missing is None)
+
+
+def _host_memory(engine: EngineView) -> str:
+    anonymous = [known(process.anon) for process in engine.processes]
+    return _sum([size for size in anonymous if size is not None], None not in anonymous)
+
+
+def _sum(sizes: Collection[int], complete: bool) -> str:
+    if not sizes:
+        return "-"
+    return f"{'' if complete else 'at least '}{units.size(sum(sizes))}"
 
 
 def _rank(rank: RankReading) -> tuple[str, ...]:

@@ -594,7 +594,10 @@ class Node:
         scrape = engine.scrape
         answered = scrape is not None and scrape.answered and self._fresh(scrape.t, "vllm")
         gone = engine.gone_at is not None
-        memory: Maybe[Mapping[str, int]] = NOT_READ if gone else _engine_memory(engine.facts.name, gpus)
+        memory: Maybe[Mapping[str, int]] = NOT_READ
+        missing: Absent | None = None
+        if not gone:
+            memory, missing = _engine_memory(engine.facts, gpus)
         return EngineView(
             facts=engine.facts,
             state=state,
@@ -606,6 +609,7 @@ class Node:
             restarts=engine.restarts,
             processes=() if gone else self._processes_of(engine.facts.name),
             gpu_memory=memory,
+            gpu_memory_missing=missing,
             overhead=engine_overhead(engine.facts, memory, engine.facts.name, gpus),
             allocators=() if gone else self._told_by(engine.facts.name, self._allocators),
             owners=() if gone else self._told_by(engine.facts.name, self._owners),
@@ -701,17 +705,27 @@ def _judged(processes: Maybe[tuple[GpuProcess, ...]], memory: Maybe[Memory]) -> 
     return processes
 
 
-def _engine_memory(engine: str, gpus: Iterable[GpuView]) -> Maybe[Mapping[str, int]]:
-    """Bytes by device (or slice) that the engine's processes hold; Absent where no list could be read."""
+def _engine_memory(facts: EngineFacts, gpus: Iterable[GpuView]) -> tuple[Maybe[Mapping[str, int]], Absent | None]:
+    """Bytes by device (or slice) that the engine's processes hold, and why a list that may name them is missing.
+
+    Absent where they are in no list, and one could not be read.
+    """
     by_device: dict[str, int] = {}
-    reason: Absent | None = None
+    missing: Absent | None = None
+    mine = Holder("engine", facts.name)
     for view in devices(gpus):
         if isinstance(view.held, Absent):
-            reason = reason or view.held
+            if _may_be_used(view, facts):
+                missing = missing or view.held
             continue
         for held in view.held:
-            if held.holder.kind == "engine" and held.holder.name == engine:
+            if held.holder == mine:
                 by_device[view.uuid] = held.used
-    if not by_device and reason is not None:
-        return reason
-    return by_device
+    return missing if missing is not None and not by_device else by_device, missing
+
+
+def _may_be_used(view: GpuView | MigView, facts: EngineFacts) -> bool:
+    """Whether memory of the engine may be in a device's own list; that of a sliced one is in its slices'."""
+    if isinstance(view, GpuView) and view.mig:
+        return False
+    return facts.gpus is None or view.uuid in facts.gpus

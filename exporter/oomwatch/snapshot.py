@@ -14,6 +14,7 @@ from oomwatch.enginelog.events import Budget, KvPool
 from oomwatch.observations import (
     NOT_KNOWN,
     NOT_READ,
+    Absent,
     AllocatorReport,
     BlockOwners,
     DriverReport,
@@ -155,10 +156,10 @@ class EngineView:
     ``state`` is one of ENGINE_STATES, ``error`` the sentence that goes with it. ``last_answer`` keeps the last page's
     readings for people, whatever happened since; ``last_seen`` is its time. ``last_progress`` is when a token, step or
     finished-request counter last moved, on the rank where that is longest ago. ``gpu_memory`` is held device memory in
-    bytes by device (or MIG) uuid, Absent where a list is missing. ``overhead`` is what its processes hold beyond the
-    known components, by device. ``allocators`` and ``owners`` are what the probes inside its processes say now.
-    ``startup`` and ``ran_out`` are what its log told: the latest start, and how often the allocator ran out, by killer
-    and by ``startup`` or ``runtime``.
+    bytes by device (or MIG) uuid, Absent where no list could be read; ``gpu_memory_missing`` is why one of a device
+    that may be the engine's could not. ``overhead`` is what its processes hold beyond the known components, by device.
+    ``allocators`` and ``owners`` are what the probes inside its processes say now. ``startup`` and ``ran_out`` are what
+    its log told: the latest start, and how often the allocator ran out, by killer and by ``startup`` or ``runtime``.
     """
 
     facts: EngineFacts
@@ -171,6 +172,7 @@ class EngineView:
     restarts: int = 0
     processes: tuple[HostProcess, ...] = ()
     gpu_memory: Maybe[Mapping[str, int]] = NOT_READ
+    gpu_memory_missing: Absent | None = None
     overhead: Maybe[Mapping[str, int]] = NOT_KNOWN
     allocators: tuple[AllocatorReport, ...] = ()
     owners: tuple[BlockOwners, ...] = ()
@@ -180,6 +182,13 @@ class EngineView:
     @property
     def name(self) -> str:
         return self.facts.name
+
+    @property
+    def gpu_memory_sum(self) -> Maybe[int]:
+        """Bytes on all devices; a sum that may lack a device is none."""
+        if isinstance(self.gpu_memory, Absent):
+            return self.gpu_memory
+        return self.gpu_memory_missing or sum(self.gpu_memory.values())
 
 
 @dataclass(frozen=True)

@@ -721,7 +721,6 @@ def _engine(engine: EngineView) -> Plain:
     facts = engine.facts
     shown = engine.scrape or engine.last_answer
     last = engine.last_answer if engine.scrape is None else None
-    held = known(engine.gpu_memory)
     return {
         "name": engine.name,
         "state": engine.state,
@@ -755,12 +754,12 @@ def _engine(engine: EngineView) -> Plain:
         "kv_blocks": [_owners(owners) for owners in engine.owners],
         "startup": _startup(engine.startup) if engine.startup else None,
         "out_of_memory": [{"killer": killer, "when": when, "count": count} for killer, when, count in engine.ran_out],
-        "gpu_memory_sum_bytes": sum(held.values()) if held is not None else None,
         **_values(
             model_name=shown.model_name if shown else NOT_READ,
             kv_connector=shown.kv_connector if shown else NOT_READ,
             lora_adapters=_mapped(shown.adapters, asdict) if shown else NOT_READ,
             gpu_memory_bytes=_mapped(engine.gpu_memory, dict),
+            gpu_memory_sum_bytes=engine.gpu_memory_sum,
             overhead_bytes=_mapped(engine.overhead, dict),
         ),
     }
