@@ -20,7 +20,8 @@ GENERATED = "vllm:generation_tokens_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
 FINISHED = "vllm:request_success_total"
 EXTERNAL = "vllm:external_prefix_cache_queries_total"
-SLEEP = "vllm:engine_sleep_state"
+# Asleep, or paused, which no other state tells (from 0.26 on).
+NOT_AWAKE = 'max without (sleep_state) (vllm:engine_sleep_state{sleep_state="awake"}) == 0'
 
 
 def vllm_rules(links: Links) -> RuleFile:
@@ -50,7 +51,7 @@ def _alerts(links: Links) -> Iterator[Alert]:
                 and max_over_time({WAITING}[15m]) == 0
                 and {RUNNING} offset 15m == 0
                 unless {EXTERNAL} > 0
-                unless max without (sleep_state) ({SLEEP}{{sleep_state!="awake"}}) == 1
+                unless {NOT_AWAKE}
             )
             """,
             severity,
@@ -66,7 +67,7 @@ def _alerts(links: Links) -> Iterator[Alert]:
             "Cannot see: a leak in an engine that is never idle for so long; how fast it grows; leaks of GPU or host "
             "memory. Says it wrongly for vLLM before 0.10.2, where the gauge keeps its last value after the last "
             "request was aborted, and in pools of fewer than 34 blocks before 0.10.2, where one block always counts. "
-            "Silent for engines with a KV connector that is in use (it holds blocks for others) and while asleep.",
+            "Silent for engines with a KV connector that is in use (it holds blocks for others), asleep or paused.",
         )
     yield _alert(
         links,
@@ -79,6 +80,7 @@ def _alerts(links: Links) -> Iterator[Alert]:
             and increase({PROMPT}[5m]) == 0
             and {GENERATED} offset 5m > 0
             unless ({RUNNING} == 1 and {WAITING} == 0 and {USAGE[1]})
+            unless {NOT_AWAKE}
         )
         """,
         "critical",
@@ -92,7 +94,8 @@ def _alerts(links: Links) -> Iterator[Alert]:
         "its first token (the grace for compilation and warm-up), one whose gauges still read 0 because the first "
         "batch hangs, one whose page does not answer at all (alert on up), and why it is stuck. A single request that "
         "runs counts only where the usage has its present name alone (0.11.0 and newer): before 0.10.2 one that was "
-        "aborted may stay in the gauge. Says it wrongly there where several were aborted at once and nobody came then.",
+        "aborted may stay in the gauge. Says it wrongly there where several were aborted at once and nobody came then. "
+        "Silent while the engine is asleep or paused.",
     )
     yield _alert(
         links,

@@ -67,7 +67,7 @@ _REASONS: Mapping[str, str] = {
     "AMBIGUOUS": "several values that contradict each other",
     "GPU_IS_LOST": "the GPU has fallen off the bus",
     "HUNG": "the driver does not answer",
-    "IMPLAUSIBLE": "the driver contradicts itself",
+    "IMPLAUSIBLE": "what was read contradicts itself",
     "MIG_ENABLED": "told by its slices",
     "NOT_EXPOSED": "not on its page",
     "NOT_FOUND": "the driver no longer lists it",
