@@ -295,7 +295,8 @@ class TestOneEngine:
 
     # The last test of the class: it ends the engine.
     def test_is_gone_within_a_second_of_its_end_and_its_last_values_stay(self, watched: Watched) -> None:
-        watched.engine.start_load(100, concurrency=4)  # more than it lives to serve
+        for tokens in (300, 170):  # more than it lives to serve, and never all at their end at once
+            watched.engine.start_load(50, concurrency=2, max_tokens=tokens)
         watched.daemon.wait_for(lambda page: watched.number(page, "running_requests") > 0, "requests run")
         killed_at = time.time()
         watched.engine.kill_worker()
