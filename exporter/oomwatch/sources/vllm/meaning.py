@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from oomwatch.observations import (
     AMBIGUOUS,
@@ -39,6 +40,7 @@ from oomwatch.sources.vllm.names import BY_FIELD, CACHE_CONFIG, CONFIG_LABELS, L
 from oomwatch.sources.vllm.pages import COUNTED_ADAPTERS, Page, Sample
 
 Version = tuple[int, int, int]
+Key = TypeVar("Key")
 
 _VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(dev|a|b|rc)\d*)?", re.ASCII)
 _NULL_BLOCK_LEFT_OUT: Version = (0, 10, 2)
@@ -209,12 +211,8 @@ def _value(samples: _RankSamples, meaning: Meaning) -> Maybe[float]:
         return NOT_EXPOSED
     if not meaning.add:
         return found[0]
-    counts: list[float] = []
-    for count in found:
-        if isinstance(count, Absent):
-            return count
-        counts.append(count)
-    return math.fsum(counts)
+    counts = _all_certain(dict(enumerate(found)))
+    return counts if isinstance(counts, Absent) else math.fsum(counts.values())
 
 
 def _selected(samples: Sequence[Sample], meaning: Meaning) -> Sequence[Sample]:
@@ -249,9 +247,9 @@ def _by_label(samples: _RankSamples, meaning: Meaning, label: str) -> Maybe[Mapp
     return NOT_EXPOSED
 
 
-def _all_certain(values: Mapping[str, Maybe[float]]) -> Maybe[Mapping[str, float]]:
+def _all_certain(values: Mapping[Key, Maybe[float]]) -> Maybe[Mapping[Key, float]]:
     """All of the values, or why one of them is missing."""
-    certain: dict[str, float] = {}
+    certain: dict[Key, float] = {}
     for key, value in values.items():
         if isinstance(value, Absent):
             return value

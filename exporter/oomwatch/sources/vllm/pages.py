@@ -80,8 +80,8 @@ class Page:
 def read(body: bytes, content_type: str | None = None) -> Page:
     """Read a whole page in the Prometheus text format (0.0.4, 1.0.0) or in OpenMetrics (by its content type).
 
-    A series that comes twice with one value counts once; with two values it is an
-    error, as is a malformed line anywhere on the page. Raises PageError.
+    A series that comes twice with one value counts once; with two values it is an error, as is a malformed line
+    anywhere on the page. Raises PageError.
     """
     openmetrics = _is_openmetrics(body, content_type)
     text = _decode(body).replace("\r\n", "\n")
