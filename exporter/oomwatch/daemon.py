@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from queue import SimpleQueue
 from types import FrameType
@@ -162,7 +163,7 @@ class Daemon:
             try:
                 config = self._load()
             except ConfigError as error:
-                self._status = ConfigStatus(False, self._status.loaded_at, self._status.sha256)
+                self._status = replace(self._status, successful=False)
                 _log.error("configuration not reloaded, the one in use stays", error=str(error))
                 return str(error)
             for section in ("web", "history"):
@@ -173,7 +174,7 @@ class Daemon:
                 self._apply(config)
             except Exception as error:
                 self._defects.met(_log, "configuration taken over in part only: restart oomwatch", error)
-                self._status = ConfigStatus(False, self._status.loaded_at, self._status.sha256)
+                self._status = replace(self._status, successful=False)
                 return f"taken over in part only, by a defect of oomwatch: {error!r}. Restart it"
             self._status = ConfigStatus(True, self._clock(), config_hash(config))
             _log.info("configuration reloaded", config=self._status.sha256)

@@ -30,9 +30,10 @@ class Ends:
         with self._lock:
             if self._closed:
                 return
-            for pid in self._descriptors.keys() - set(pids):
+            wanted = set(pids)
+            for pid in self._descriptors.keys() - wanted:
                 self._leave(pid)
-            for pid in set(pids) - self._descriptors.keys():
+            for pid in wanted - self._descriptors.keys():
                 self._add(pid)
             if self._descriptors and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ends", daemon=True)
