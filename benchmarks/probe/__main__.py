@@ -69,12 +69,23 @@ def probe_seconds(core: int) -> float:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two turns of one server: the tokens of each, what they took without the probe and with it, its thread's part."""
+class Turns:
+    """The same tokens without the probe and with it, and what they took."""
 
     tokens: int
     without_s: float
     probed_s: float
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Tokens a second without the probe and with it."""
+        return self.tokens / self.without_s, self.tokens / self.probed_s
+
+
+@dataclass(frozen=True)
+class Pair(Turns):
+    """Two turns of one server, and what the probe's thread did in the one with it."""
+
     thread_worked: bool
     thread_late: bool
 
@@ -126,34 +137,20 @@ def load(engine: VllmEngine) -> None:
     assert [completion.completion_tokens for completion in completions] == [TOKENS] * REQUESTS
 
 
-@dataclass(frozen=True)
-class Total:
-    """Of many pairs."""
-
-    tokens: int
-    without_s: float
-    probed_s: float
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Tokens a second without the probe and with it."""
-        return self.tokens / self.without_s, self.tokens / self.probed_s
-
-
-def total(parts: Sequence[Pair] | Sequence[Total]) -> Total:
-    return Total(
+def total(parts: Sequence[Turns]) -> Turns:
+    return Turns(
         sum(part.tokens for part in parts),
         sum(part.without_s for part in parts),
         sum(part.probed_s for part in parts),
     )
 
 
-def ratio(parts: Sequence[Pair] | Sequence[Total]) -> float:
+def ratio(parts: Sequence[Turns]) -> float:
     without, probed = total(parts).rates
     return probed / without
 
 
-def stretches(pairs: Sequence[Pair]) -> list[Total]:
+def stretches(pairs: Sequence[Pair]) -> list[Turns]:
     return [total(pairs[begin : begin + STRETCH]) for begin in range(0, len(pairs), STRETCH)]
 
 

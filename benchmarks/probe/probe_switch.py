@@ -53,19 +53,18 @@ class Gate:
 class Switch:
     """Takes turns of STEPS steps, in pairs. A turn in which a request comes or goes begins a new pair."""
 
-    def __init__(self, scheduler_class: Any, probe: Any, interval_s: float) -> None:
-        from oomwatch_probe.hooks import NEEDED_CALLS, OTHER_CALLS, STEP  # noqa: PLC0415 - once the probe is there
-
-        with_probe = {name: getattr(scheduler_class, name) for name in (*NEEDED_CALLS, *OTHER_CALLS)}
+    def __init__(self, hooks: Any, probe: Any) -> None:
+        scheduler_class = getattr(sys.modules[hooks.SCHEDULER_MODULE], hooks.SCHEDULER_CLASS)
+        with_probe = {name: getattr(scheduler_class, name) for name in (*hooks.NEEDED_CALLS, *hooks.OTHER_CALLS)}
         without = {name: call.__wrapped__ for name, call in with_probe.items()}
         self._calls = {WITHOUT: without, WITH: with_probe}
-        self._steps = {which: calls.pop(STEP) for which, calls in self._calls.items()}
+        self._steps = {which: calls.pop(hooks.STEP) for which, calls in self._calls.items()}
         self._class = scheduler_class
-        self._interval_s = interval_s
+        self._interval_s = probe.interval_s()
         self._delay_s = float(os.environ["OOMWATCH_BENCHMARK_DELAY"])
         self._with_s = 0.0
         self._gate = Gate()
-        probe._stop = self._gate
+        probe._probe._stop = self._gate
         self._random = random.Random(1)
         self._file = open(os.environ["OOMWATCH_BENCHMARK_TURNS"], "a", encoding="ascii")  # noqa: SIM115 - to the end
         self._running = 0
@@ -75,7 +74,7 @@ class Switch:
         def step(scheduler: Any, *arguments: Any) -> Any:
             return self._step(scheduler, *arguments)
 
-        setattr(scheduler_class, STEP, step)
+        setattr(scheduler_class, hooks.STEP, step)
 
     def _step(self, scheduler: Any, *arguments: Any) -> Any:
         if len(scheduler.running) != self._running:
@@ -128,7 +127,7 @@ class Switch:
 def begin() -> None:
     from oomwatch_probe import hooks, probe  # noqa: PLC0415 - once the probe is there
 
-    Switch(getattr(sys.modules[hooks.SCHEDULER_MODULE], hooks.SCHEDULER_CLASS), probe._probe, probe.interval_s())
+    Switch(hooks, probe)
 
 
 def register() -> None:
