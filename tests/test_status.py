@@ -272,6 +272,23 @@ def test_devices_that_can_be_read_stand_without_a_sum_where_another_cannot() -> 
     assert told["absent"]["gpu_memory_sum_bytes"] == "HUNG"
 
 
+@pytest.mark.parametrize(
+    ("configured", "held", "told"),
+    [
+        (None, {gpu_uuid(1): GIB, gpu_uuid(0): GIB}, [gpu_uuid(0), gpu_uuid(1)]),
+        (None, {}, []),
+        (None, NOT_READ, None),
+        ((gpu_uuid(2),), NOT_READ, [gpu_uuid(2)]),
+        ((gpu_uuid(2),), {gpu_uuid(0): GIB}, [gpu_uuid(2)]),
+    ],
+)
+def test_an_engine_is_on_its_configured_gpus_else_on_those_that_list_its_processes(
+    configured: tuple[str, ...] | None, held: dict[str, int] | Absent, told: list[str] | None
+) -> None:
+    view = replace(WORKING, facts=replace(WORKING.facts, gpus=configured), gpu_memory=held)
+    assert only(with_engine(view), "engines")["gpus"] == told
+
+
 def test_last_values_stand_apart_from_the_present() -> None:
     ended = only(with_engine(snapshots.gone(WORKING)), "engines")
     assert ended["ranks"] == []

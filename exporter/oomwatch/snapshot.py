@@ -184,6 +184,13 @@ class EngineView:
         return self.facts.name
 
     @property
+    def gpus(self) -> tuple[str, ...] | None:
+        """Uuids of its devices or MIG slices: as configured, else those that list its processes; None: not known."""
+        if self.facts.gpus is not None or isinstance(self.gpu_memory, Absent):
+            return self.facts.gpus
+        return tuple(sorted(self.gpu_memory))
+
+    @property
     def gpu_memory_sum(self) -> Maybe[int]:
         """Bytes on all devices; a sum that may lack a device is none."""
         if isinstance(self.gpu_memory, Absent):

@@ -729,7 +729,7 @@ def _engine(engine: EngineView) -> Plain:
         "target": facts.target,
         "vllm_version": facts.vllm_version,
         "max_model_len": facts.max_model_len,
-        "gpus": list(facts.gpus) if facts.gpus is not None else None,
+        "gpus": list(engine.gpus) if engine.gpus is not None else None,
         "restarts": engine.restarts,
         "last_seen": engine.last_seen,
         "last_progress": engine.last_progress,
