@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from oomwatch.observations import EngineFacts, GpuProcess
-from oomwatch.sources.discovery import Discovery, gpus_of, merge, own_hosts
+from oomwatch.observations import EngineFacts
+from oomwatch.sources.discovery import Discovery, merge, own_hosts
 from oomwatch.sources.proc import PROC, read_stat
 from tests.sources.programs import FakeProc, crowd, vllm_server
 
@@ -389,11 +389,6 @@ def test_a_name_given_by_combination_is_not_given_twice(proc: FakeProc) -> None:
 
 
 # --- what others make of it ------------------------------------------------------------------------------------------
-
-
-def test_the_gpus_of_an_engine_are_those_that_list_its_processes() -> None:
-    lists = {"GPU-b": [GpuProcess(1, 5)], "GPU-a": [GpuProcess(2, None), GpuProcess(9, 1)], "GPU-c": [GpuProcess(9, 1)]}
-    assert gpus_of([1, 2], lists) == ("GPU-a", "GPU-b")
 
 
 FOUND = EngineFacts("m", "http://127.0.0.1:8000/metrics", pids=(1, 2), max_model_len=512, origin="discovery")

@@ -116,7 +116,6 @@ def test_a_process_that_ends_is_told_once() -> None:
     assert heard.gone() == [program.pid]
     heard.read({}, (program.pid,))
     assert heard.gone() == []
-    assert heard.source.unresolved == {program.pid}
 
 
 def test_a_zombie_is_there_and_holds_no_memory() -> None:
@@ -238,7 +237,6 @@ def test_in_a_container_with_its_own_pids_no_process_is_taken_for_the_gpus(fake:
     fake.add(70)
     fake.add(71, "VLLM::EngineCore")
     assert heard.read({"m": (71,)}, (70,)).keys() == {71}
-    assert heard.source.unresolved == {70}
 
 
 def test_with_titled_api_servers_the_first_process_only_launches(fake: FakeProc, heard: Heard) -> None:

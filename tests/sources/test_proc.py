@@ -16,7 +16,6 @@ from oomwatch.sources.proc import (
     descendants,
     read_stat,
     sees_host_pids,
-    unresolved_pids,
 )
 from tests.sources.programs import FakeProc, idle_program, wait_until
 
@@ -132,15 +131,9 @@ def test_a_circle_of_parents_ends() -> None:
     assert ancestors(table, 10) == [20]
 
 
-def test_pids_of_a_gpu_that_are_not_in_proc_are_unresolved(tmp_path: Path) -> None:
-    FakeProc(tmp_path).add(7)
-    assert unresolved_pids([7, 8], tmp_path) == {8}
-
-
-def test_in_a_container_with_its_own_pids_none_is_resolved(tmp_path: Path) -> None:
+def test_the_namespace_of_a_container_is_not_the_hosts(tmp_path: Path) -> None:
     """There pid 7 exists, and is another process than the one the driver means."""
     proc = FakeProc(tmp_path)
     proc.add(7)
     proc.add(2, comm="sh")
     assert not sees_host_pids(tmp_path)
-    assert unresolved_pids([7, 8], tmp_path) == {7, 8}

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import psutil
 import structlog
 
-from oomwatch.observations import EngineFacts, GpuProcess
+from oomwatch.observations import EngineFacts
 from oomwatch.sources.listeners import (
     Listener,
     listeners,
@@ -342,12 +342,6 @@ def _url(command: ServerCommand, host: str, port: int) -> str:
 
 
 # --- what others make of it ------------------------------------------------------------------------------------
-
-
-def gpus_of(pids: Collection[int], processes: Mapping[str, Iterable[GpuProcess]]) -> tuple[str, ...]:
-    """The devices (or MIG slices), by uuid, whose process lists have one of ``pids``."""
-    wanted = set(pids)
-    return tuple(sorted(uuid for uuid, listed in processes.items() if any(p.pid in wanted for p in listed)))
 
 
 def own_hosts() -> frozenset[str]:

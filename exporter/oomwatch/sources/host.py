@@ -104,7 +104,6 @@ class HostSource:
         self._cgroup_root = cgroup_root
         self._table = table or ProcessTable(proc)
         self._followed: dict[int, _Followed] = {}
-        self.unresolved: frozenset[int] = frozenset()  # pids of the last pass that GPUs list and /proc cannot explain
 
     def read(self, engines: Mapping[str, Collection[int]], gpu_pids: Collection[int]) -> None:
         """One pass. ``engines`` has the known pids of each engine; their descendants are found here."""
@@ -135,7 +134,6 @@ class HostSource:
             if (stat := self._follow(pid, t, wanted=pid in wanted)) is not None
             and (process := self._process(t, pid, stat, owner.get(pid), limits)) is not None
         ]
-        self.unresolved = frozenset(gpu_pids) - (self._followed.keys() if listed else set())
         for process in _roles_of_launchers(processes):
             self._publish(process)
 

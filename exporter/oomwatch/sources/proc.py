@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -262,10 +262,3 @@ class ProcessTable:
 
 def _split(arguments: bytes) -> tuple[str, ...]:
     return tuple(part.decode(errors="replace") for part in arguments.rstrip(b"\0").split(b"\0"))
-
-
-def unresolved_pids(pids: Collection[int], proc: Path = PROC) -> frozenset[int]:
-    """Those of ``pids`` (from a GPU's list) that this /proc cannot tell anything of."""
-    if not sees_host_pids(proc):
-        return frozenset(pids)
-    return frozenset(pid for pid in pids if read_stat(proc, pid) is None)
