@@ -275,7 +275,7 @@ def full() -> Snapshot:
             host_process(4715, "worker", "DP0_TP1", anon=Absent("NO_PERMISSION")),
         ),
         gpu_memory={gpu_uuid(0): 66 * GIB},
-        overhead={gpu_uuid(0): 900 * MIB},
+        overhead={gpu_uuid(0): {4711: 900 * MIB}},
         allocators=(allocator(4714),),
         owners=(BlockOwners(NOW, 4711, "0", NOW - 1, 27_462, 26_000, 800, 150, ownerless=512, cached=9_000),),
         startup=started(),
@@ -287,7 +287,7 @@ def full() -> Snapshot:
         on_a_slice,
         facts=replace(on_a_slice.facts, weights_bytes=4 * GIB, kv_pool_bytes=4 * GIB),
         gpu_memory={"MIG-00000002-0001": 9 * GIB},
-        overhead={"MIG-00000002-0001": 300 * MIB},
+        overhead={"MIG-00000002-0001": {4810: 300 * MIB}},
     )
     return Snapshot(
         t=NOW,
@@ -492,7 +492,7 @@ def crowded(gpus: int, processes: int, engines: int) -> Snapshot:
         replace(
             engine(f"engine-{number}", ranks=tuple(rank(str(name)) for name in range(4))),
             gpu_memory={gpu_uuid(index): GIB for index in range(gpus)},
-            overhead={gpu_uuid(index): 100 * MIB for index in range(gpus)},
+            overhead={gpu_uuid(index): {1000 * index + number: 100 * MIB} for index in range(gpus)},
             processes=tuple(
                 replace(host_process(number * 100 + tp, "worker", f"TP{tp}"), engine=f"engine-{number}")
                 for tp in range(gpus)

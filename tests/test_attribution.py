@@ -202,20 +202,26 @@ def _overhead(*gpus: GpuView, facts: EngineFacts = FACTS) -> object:
 
 
 def test_overhead_is_what_is_held_beyond_weights_and_pool() -> None:
-    assert _overhead(_gpu("a", _held(58 * GIB)), _gpu("b", _held(57 * GIB))) == {"a": 2 * GIB, "b": GIB}
+    assert _overhead(_gpu("a", _held(58 * GIB)), _gpu("b", _held(57 * GIB))) == {"a": {10: 2 * GIB}, "b": {10: GIB}}
 
 
-def test_overhead_of_several_processes_on_a_device_adds_up() -> None:
+def test_overhead_of_several_processes_on_a_device_is_told_of_each() -> None:
     """Two contexts of processes that hold nothing else, beside the rank."""
-    assert _overhead(_gpu("a", _held(58 * GIB, GIB // 2, GIB // 2))) == {"a": 3 * GIB}
+    half = GIB // 2
+    assert _overhead(_gpu("a", _held(58 * GIB, half, half))) == {"a": {10: 2 * GIB, 11: half, 12: half}}
+
+
+def test_overhead_of_a_process_that_is_listed_twice_is_that_of_both_its_contexts() -> None:
+    twice = (HeldProcess(10, 57 * GIB, CHAT), HeldProcess(10, GIB, CHAT))
+    assert _overhead(_gpu("a", twice)) == {"a": {10: 2 * GIB}}
 
 
 def test_two_ranks_on_a_device_hold_their_components_each() -> None:
-    assert _overhead(_gpu("a", _held(58 * GIB, 57 * GIB))) == {"a": 3 * GIB}
+    assert _overhead(_gpu("a", _held(58 * GIB, 57 * GIB))) == {"a": {10: 2 * GIB, 11: GIB}}
 
 
 def test_others_processes_are_no_overhead_of_the_engines() -> None:
-    assert _overhead(_gpu("a", (*_held(58 * GIB), *_held(9 * GIB, holder=UNKNOWN)))) == {"a": 2 * GIB}
+    assert _overhead(_gpu("a", (*_held(58 * GIB), *_held(9 * GIB, holder=UNKNOWN)))) == {"a": {10: 2 * GIB}}
 
 
 def test_an_engine_that_loads_or_sleeps_has_no_known_overhead() -> None:
@@ -224,7 +230,7 @@ def test_an_engine_that_loads_or_sleeps_has_no_known_overhead() -> None:
 
 def test_overhead_on_a_slice() -> None:
     mig = MigView("m", 1, 0, STALE, _held(58 * GIB), STALE, STALE)
-    assert _overhead(_gpu("a", STALE, (mig,))) == {"m": 2 * GIB}
+    assert _overhead(_gpu("a", STALE, (mig,))) == {"m": {10: 2 * GIB}}
 
 
 @pytest.mark.parametrize("missing", ["weights_bytes", "kv_pool_bytes"])

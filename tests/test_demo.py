@@ -303,9 +303,9 @@ def test_every_kind_of_holder_is_on_the_gpus() -> None:
 
 def test_overhead_is_what_a_process_holds_beyond_weights_and_pool() -> None:
     for engine in told("healthy")[3].snapshot.engines:
-        assert not isinstance(engine.overhead, Absent)
-        assert len(engine.overhead) == len(engine.facts.gpus or ())
-        assert all(2**30 < size < 2.5 * 2**30 for size in engine.overhead.values())
+        assert not isinstance(engine.overhead_sum, Absent)
+        assert len(engine.overhead_sum) == len(engine.facts.gpus or ())
+        assert all(2**30 < size < 2.5 * 2**30 for size in engine.overhead_sum.values())
 
 
 def test_capacity_fills_the_pool_and_hurts() -> None:

@@ -176,13 +176,29 @@ class TestGpuProcesses:
 
     def test_the_overhead_of_a_device_is_the_sum_over_its_engines(self) -> None:
         listed = (engine_process(1, 30 * GIB, "a"), engine_process(2, 30 * GIB, "b"))
-        engines = tuple(replace(engine(name), overhead={gpu_uuid(0): size}) for name, size in (("a", 300), ("b", 40)))
+        engines = (
+            replace(engine("a"), overhead={gpu_uuid(0): {1: 300}}),
+            replace(engine("b"), overhead={gpu_uuid(0): {2: 40}}),
+        )
         page = Snapshot(NOW, gpus=(gpu(0, listed),), engines=engines)
         assert values(page, "oomwatch_gpu_memory_overhead_bytes") == [340]
 
+    def test_each_process_of_an_engine_has_its_overhead_and_the_engine_their_sum(self) -> None:
+        listed = (engine_process(1, 30 * GIB, "a"), engine_process(2, GIB, "a"), engine_process(3, GIB, "b"))
+        engines = (replace(engine("a"), overhead={gpu_uuid(0): {1: 300, 2: GIB}}), engine("b"))
+        page = Snapshot(NOW, gpus=(gpu(0, listed),), engines=engines)
+        by_pid = {pid: values(page, "oomwatch_gpu_process_memory_overhead_bytes", pid=pid) for pid in ("1", "2", "3")}
+        assert by_pid == {"1": [300], "2": [GIB], "3": []}
+        assert values(page, "oomwatch_engine_device_memory_overhead_bytes", engine="a") == [GIB + 300]
+
+    def test_a_slice_has_the_overhead_of_its_engines_and_their_processes(self) -> None:
+        page = full()
+        assert values(page, "oomwatch_mig_memory_overhead_bytes") == [300 * MIB]
+        assert values(page, "oomwatch_mig_process_memory_overhead_bytes") == [300 * MIB]
+
     def test_it_is_absent_where_one_engine_s_is_not_known(self) -> None:
         listed = (engine_process(1, 30 * GIB, "a"), engine_process(2, 30 * GIB, "b"))
-        engines = (replace(engine("a"), overhead={gpu_uuid(0): 300}), engine("b"))
+        engines = (replace(engine("a"), overhead={gpu_uuid(0): {1: 300}}), engine("b"))
         page = Snapshot(NOW, gpus=(gpu(0, listed),), engines=engines)
         assert not values(page, "oomwatch_gpu_memory_overhead_bytes")
 

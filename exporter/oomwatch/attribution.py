@@ -150,23 +150,23 @@ def unowned_memory(
 
 def engine_overhead(
     facts: EngineFacts, memory: Maybe[Mapping[str, int]], engine: str, gpus: Iterable[GpuView]
-) -> Maybe[Mapping[str, int]]:
-    """Bytes by device that an engine's processes hold beyond weights and KV pool: contexts, libraries, graphs.
+) -> Maybe[Mapping[str, Mapping[int, int]]]:
+    """Bytes by device and pid that an engine's processes hold beyond weights and KV pool: contexts, libraries, graphs.
 
-    Needs ``weights_bytes`` and ``kv_pool_bytes``, both per GPU. Several processes on a device add up: each that is
-    large enough holds a rank's components, and each other one is overhead as a whole. A device where none is large
-    enough is left out: the engine still loads, or sleeps.
+    Needs ``weights_bytes`` and ``kv_pool_bytes``, both per GPU. Each process that is large enough holds a rank's
+    components, and each other one is overhead as a whole; what they have on a device adds up. A device where none is
+    large enough is left out: the engine still loads, or sleeps.
     """
     if isinstance(memory, Absent):
         return memory
     if facts.weights_bytes is None or facts.kv_pool_bytes is None:
         return NOT_KNOWN
     components = facts.weights_bytes + facts.kv_pool_bytes
-    overhead: dict[str, int] = {}
+    overhead: dict[str, Mapping[int, int]] = {}
     for view in devices(gpus):
-        used = _used_by(engine, view.processes) if view.uuid in memory else []
-        if any(size >= components for size in used):
-            overhead[view.uuid] = sum(process_overhead(size, components) for size in used)
+        used = _used_by(engine, view.processes) if view.uuid in memory else {}
+        if any(size >= components for size in used.values()):
+            overhead[view.uuid] = {pid: process_overhead(size, components) for pid, size in used.items()}
     return overhead
 
 
@@ -175,8 +175,10 @@ def process_overhead(used: int, components: int) -> int:
     return used - components if used >= components else used
 
 
-def _used_by(engine: str, processes: Maybe[tuple[HeldProcess, ...]]) -> list[int]:
-    if isinstance(processes, Absent):
-        return []
-    mine = Holder("engine", engine)
-    return [process.used for process in processes if process.holder == mine and process.used is not None]
+def _used_by(engine: str, processes: Maybe[tuple[HeldProcess, ...]]) -> Mapping[int, int]:
+    """Bytes by pid; the driver may list a process once for each of its contexts."""
+    used: dict[int, int] = {}
+    for process in () if isinstance(processes, Absent) else processes:
+        if process.holder == Holder("engine", engine) and process.used is not None:
+            used[process.pid] = used.get(process.pid, 0) + process.used
+    return used

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Metric, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -119,7 +119,7 @@ class SnapshotCollector(Collector):
         for state, count in self._probe_files().items():
             page.put("oomwatch_probe_files", count, state)
         most = self._process_series_per_gpu()
-        overheads = {engine.name: known(engine.overhead) or {} for engine in snapshot.engines}
+        overheads: _Overheads = {engine.name: known(engine.overhead) or {} for engine in snapshot.engines}
         for gpu in snapshot.gpus:
             _put_gpu(page, gpu, most, overheads)
         places = _Places(snapshot)
@@ -280,15 +280,18 @@ def _put_calls(page: _Page, stats: CallStats) -> None:
 # --- GPUs and slices -------------------------------------------------------------------------------------------
 
 
-def _put_gpu(page: _Page, gpu: GpuView, most: int, overheads: Mapping[str, Mapping[str, int]]) -> None:
+_Overheads: TypeAlias = Mapping[str, Mapping[str, Mapping[int, int]]]
+"""Bytes by engine, device and pid."""
+
+
+def _put_gpu(page: _Page, gpu: GpuView, most: int, overheads: _Overheads) -> None:
     uuid, poll = gpu.uuid, gpu.poll
     if gpu.index >= 0:
         bus = known(poll.pci_bus_id) if poll else None
         page.put("oomwatch_gpu_info", 1, uuid, str(gpu.index), gpu.name, bus or "")
     page.put("oomwatch_gpu_last_seen_timestamp_seconds", gpu.last_seen, uuid)
     _put_memory(page, "oomwatch_gpu", gpu, (uuid,))
-    _put_processes(page, "oomwatch_gpu", gpu.processes, most, (uuid,))
-    page.put("oomwatch_gpu_memory_overhead_bytes", _overhead_of_engines(gpu, overheads), uuid)
+    _put_processes(page, "oomwatch_gpu", gpu, most, overheads, (uuid,))
     if poll:
         _put_poll(page, poll)
     failed = (poll.errors() if poll else {}) | _reasons(gpu)
@@ -300,7 +303,7 @@ def _put_gpu(page: _Page, gpu: GpuView, most: int, overheads: Mapping[str, Mappi
     for xid in gpu.xids:
         page.put("oomwatch_gpu_xid_last_timestamp_seconds", xid.last_t, uuid, str(xid.code))
     for mig in gpu.mig:
-        _put_mig(page, uuid, mig, most)
+        _put_mig(page, uuid, mig, most, overheads)
 
 
 def _put_poll(page: _Page, poll: GpuPoll) -> None:
@@ -323,11 +326,11 @@ def _put_poll(page: _Page, poll: GpuPoll) -> None:
         page.put_state("oomwatch_gpu_recovery_needed", (*RECOVERY_ACTIONS.values(), "other"), needed, uuid)
 
 
-def _put_mig(page: _Page, gpu: str, mig: MigView, most: int) -> None:
+def _put_mig(page: _Page, gpu: str, mig: MigView, most: int, overheads: _Overheads) -> None:
     labels = (gpu, mig.uuid)
     page.put("oomwatch_mig_info", 1, *labels, str(mig.gi), str(mig.ci))
     _put_memory(page, "oomwatch_mig", mig, labels)
-    _put_processes(page, "oomwatch_mig", mig.processes, most, labels)
+    _put_processes(page, "oomwatch_mig", mig, most, overheads, labels)
     for reading, reason in _reasons(mig).items():
         page.put("oomwatch_mig_value_absent", 1, *labels, reading, reason)
 
@@ -353,17 +356,20 @@ def _put_memory(page: _Page, prefix: str, view: GpuView | MigView, labels: tuple
 
 
 def _put_processes(
-    page: _Page, prefix: str, listed: Maybe[tuple[HeldProcess, ...]], most: int, labels: tuple[str, ...]
+    page: _Page, prefix: str, view: GpuView | MigView, most: int, overheads: _Overheads, labels: tuple[str, ...]
 ) -> None:
-    if isinstance(listed, Absent):
+    if isinstance(view.processes, Absent):
         return
-    by_pid = _once_each(listed)
+    by_pid = _once_each(view.processes)
+    page.put(f"{prefix}_memory_overhead_bytes", _overhead_of_engines(view, overheads), *labels)
     page.put(f"{prefix}_processes", len(by_pid), *labels)
     page.put(f"{prefix}_omitted_processes", max(0, len(by_pid) - most), *labels)
     first = sorted(by_pid, key=lambda process: (process.holder.kind != "engine", -(process.used or 0), process.pid))
     for process in first[:most]:
         pid, holder = str(process.pid), process.holder
         page.put(f"{prefix}_process_memory_bytes", process.used, *labels, pid)
+        overhead = overheads.get(holder.name, {}).get(view.uuid, {}) if holder.kind == "engine" else {}
+        page.put(f"{prefix}_process_memory_overhead_bytes", overhead.get(process.pid), *labels, pid)
         page.put(f"{prefix}_process_info", 1, *labels, pid, process.name, holder.kind, holder.name)
 
 
@@ -379,11 +385,11 @@ def _once_each(listed: Iterable[HeldProcess]) -> list[HeldProcess]:
     return list(by_pid.values())
 
 
-def _overhead_of_engines(gpu: GpuView, overheads: Mapping[str, Mapping[str, int]]) -> int | None:
+def _overhead_of_engines(view: GpuView | MigView, overheads: _Overheads) -> int | None:
     """The sum over the engines on a device; None when one is not known, as a part would pass for the whole."""
-    engines = [held.holder.name for held in known(gpu.held) or () if held.holder.kind == "engine"]
-    parts = [overheads.get(name, {}).get(gpu.uuid) for name in engines]
-    counted = [part for part in parts if part is not None]
+    engines = [held.holder.name for held in known(view.held) or () if held.holder.kind == "engine"]
+    parts = [overheads.get(name, {}).get(view.uuid) for name in engines]
+    counted = [sum(part.values()) for part in parts if part is not None]
     return sum(counted) if counted and len(counted) == len(parts) else None
 
 
@@ -431,7 +437,7 @@ def _put_engine(page: _Page, engine: EngineView, places: _Places) -> None:
         _put_rank(page, name, rank)
     for family, by_device in (
         ("oomwatch_engine_device_memory_bytes", engine.gpu_memory),
-        ("oomwatch_engine_device_memory_overhead_bytes", engine.overhead),
+        ("oomwatch_engine_device_memory_overhead_bytes", engine.overhead_sum),
     ):
         for device, value in (known(by_device) or {}).items():
             page.put(family, value, name, *places.labels(device))

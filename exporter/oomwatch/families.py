@@ -308,6 +308,22 @@ def _memory(section: str, prefix: str, labels: tuple[str, ...]) -> Iterator[Fami
         absent="the driver gives no number, or the process is beyond the limit",
     )
     yield listed(
+        f"{prefix}_memory_overhead_bytes",
+        "Memory that the engines' processes on this device hold beyond weights and KV pool (contexts, libraries, "
+        "graphs): the sum over engines.",
+        f"{_LIST_CALL} less the known components",
+        absent="no engine is on the device, or the overhead of one of them is not known",
+    )
+    yield listed(
+        f"{prefix}_process_memory_overhead_bytes",
+        "Memory that one process of an engine holds beyond the weights and the KV pool of a rank; all of its memory, "
+        "where these cannot be in it.",
+        f"{_LIST_CALL} less the known components",
+        labels=(*labels, "pid"),
+        absent="it is no process of an engine, the engine's components are not known, or the process is beyond the "
+        "limit",
+    )
+    yield listed(
         f"{prefix}_process_info",
         f"Name and holder of a process, to be joined with {prefix}_process_memory_bytes.",
         f"{_LIST_CALL} and /proc",
@@ -356,14 +372,6 @@ def _gpus() -> Iterator[Family]:
         "1 where the device shares the host's memory: its total is then the host's, used the sum of its processes.",
         f"{_MEMORY_CALL} (NOT_SUPPORTED), /proc/meminfo",
         absent="the device was not read lately",
-    )
-    yield family(
-        "oomwatch_gpu_memory_overhead_bytes",
-        "Memory that the engines' processes on this device hold beyond weights and KV pool (contexts, libraries, "
-        "graphs): the sum over engines.",
-        f"{_LIST_CALL} less the known components",
-        cadence=EVERY_PROCESSES,
-        absent="no engine is on the device, or the overhead of one of them is not known",
     )
     slow = partial(family, cadence=EVERY_PROCESSES)
     yield slow(

@@ -157,7 +157,8 @@ class EngineView:
     readings for people, whatever happened since; ``last_seen`` is its time. ``last_progress`` is when a token, step or
     finished-request counter last moved, on the rank where that is longest ago. ``gpu_memory`` is held device memory in
     bytes by device (or MIG) uuid, Absent where no list could be read; ``gpu_memory_missing`` is why one of a device
-    that may be the engine's could not. ``overhead`` is what its processes hold beyond the known components, by device.
+    that may be the engine's could not. ``overhead`` is what its processes hold beyond the known components, by device
+    and pid.
     ``allocators`` and ``owners`` are what the probes inside its processes say now. ``startup`` and ``ran_out`` are what
     its log told: the latest start, and how often the allocator ran out, by killer and by ``startup`` or ``runtime``.
     """
@@ -173,7 +174,7 @@ class EngineView:
     processes: tuple[HostProcess, ...] = ()
     gpu_memory: Maybe[Mapping[str, int]] = NOT_READ
     gpu_memory_missing: Absent | None = None
-    overhead: Maybe[Mapping[str, int]] = NOT_KNOWN
+    overhead: Maybe[Mapping[str, Mapping[int, int]]] = NOT_KNOWN
     allocators: tuple[AllocatorReport, ...] = ()
     owners: tuple[BlockOwners, ...] = ()
     startup: StartUpView | None = None
@@ -196,6 +197,13 @@ class EngineView:
         if isinstance(self.gpu_memory, Absent):
             return self.gpu_memory
         return self.gpu_memory_missing or sum(self.gpu_memory.values())
+
+    @property
+    def overhead_sum(self) -> Maybe[Mapping[str, int]]:
+        """Bytes by device, the sum over the engine's processes there."""
+        if isinstance(self.overhead, Absent):
+            return self.overhead
+        return {device: sum(by_pid.values()) for device, by_pid in self.overhead.items()}
 
 
 @dataclass(frozen=True)

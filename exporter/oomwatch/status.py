@@ -760,9 +760,14 @@ def _engine(engine: EngineView) -> Plain:
             lora_adapters=_mapped(shown.adapters, asdict) if shown else NOT_READ,
             gpu_memory_bytes=_mapped(engine.gpu_memory, dict),
             gpu_memory_sum_bytes=engine.gpu_memory_sum,
-            overhead_bytes=_mapped(engine.overhead, dict),
+            overhead_bytes=_mapped(engine.overhead_sum, dict),
+            process_overhead_bytes=_mapped(engine.overhead, _by_pid),
         ),
     }
+
+
+def _by_pid(overhead: Mapping[str, Mapping[int, int]]) -> Plain:
+    return {device: {str(pid): size for pid, size in sizes.items()} for device, sizes in overhead.items()}
 
 
 def _startup(start: StartUpView) -> Plain:
