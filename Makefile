@@ -20,7 +20,10 @@ run: $(VENV)/.run ## Set up if needed and start the daemon with no configuration
 	$(BIN)/oomwatch run
 
 # Real engines need both cores for themselves: what else runs beside them makes their times say nothing.
-test: lint vllm view ## Set up if needed, then every check; pytest comes last
+test: $(VENV)/.dev ## Set up if needed, then every check; pytest comes last
+	@$(MAKE) --no-print-directory vllm & vllm=$$!; \
+	$(MAKE) --no-print-directory lint view; others=$$?; \
+	wait $$vllm && exit $$others
 	$(BIN)/pytest -m real
 	$(BIN)/pytest $(SHARED_OUT) -m "not real"
 
