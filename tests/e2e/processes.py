@@ -147,10 +147,10 @@ class ServerProcess:
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
+        # Before the children are waited for: one that hangs takes no note of their end.
+        self._process.kill()
+        self._process.wait(timeout=10)
         psutil.wait_procs(children, timeout=10)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait(timeout=10)
 
     def session(self) -> list[psutil.Process]:
         """The program and every living process that it started, oldest first (zombies left out)."""
