@@ -198,7 +198,7 @@ def _gpu(uuid: str, processes: Maybe[tuple[HeldProcess, ...]], mig: tuple[MigVie
 
 def _overhead(*gpus: GpuView, facts: EngineFacts = FACTS) -> object:
     memory = {gpu.uuid: 1 for gpu in gpus} | {mig.uuid: 1 for gpu in gpus for mig in gpu.mig}
-    return engine_overhead(facts, memory, "chat", gpus)
+    return engine_overhead(facts, memory, gpus)
 
 
 def test_overhead_is_what_is_held_beyond_weights_and_pool() -> None:
@@ -240,7 +240,7 @@ def test_without_the_components_overhead_is_not_known(missing: str) -> None:
 
 
 def test_without_the_engines_memory_its_overhead_is_absent_for_the_same_reason() -> None:
-    assert engine_overhead(FACTS, HUNG, "chat", ()) == HUNG
+    assert engine_overhead(FACTS, HUNG, ()) == HUNG
 
 
 def test_a_process_that_cannot_hold_the_components_is_overhead_as_a_whole() -> None:

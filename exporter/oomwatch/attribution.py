@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from oomwatch.observations import (
@@ -121,6 +121,18 @@ def held_memory(processes: Iterable[HeldProcess]) -> Maybe[tuple[HeldMemory, ...
     return tuple(HeldMemory(holder, used[holder]) for holder in sorted(used, key=lambda h: (h.kind, h.name)))
 
 
+def once_each(listed: Iterable[HeldProcess]) -> list[HeldProcess]:
+    """One entry for each pid: the driver lists a process once for each of its contexts or instances."""
+    by_pid: dict[int, HeldProcess] = {}
+    for process in listed:
+        before = by_pid.get(process.pid)
+        if before:
+            both = None if before.used is None or process.used is None else before.used + process.used
+            process = replace(before, used=both)  # noqa: PLW2901 the merged entry takes the place of the listed one
+        by_pid[process.pid] = process
+    return list(by_pid.values())
+
+
 def unowned_memory(
     memory: Maybe[Memory], processes: Maybe[tuple[HeldProcess, ...]], *, sliced: bool, unified: bool
 ) -> Maybe[int]:
@@ -149,7 +161,7 @@ def unowned_memory(
 
 
 def engine_overhead(
-    facts: EngineFacts, memory: Maybe[Mapping[str, int]], engine: str, gpus: Iterable[GpuView]
+    facts: EngineFacts, memory: Maybe[Mapping[str, int]], gpus: Iterable[GpuView]
 ) -> Maybe[Mapping[str, Mapping[int, int]]]:
     """Bytes by device and pid that an engine's processes hold beyond weights and KV pool: contexts, libraries, graphs.
 
@@ -164,7 +176,7 @@ def engine_overhead(
     components = facts.weights_bytes + facts.kv_pool_bytes
     overhead: dict[str, Mapping[int, int]] = {}
     for view in devices(gpus):
-        used = _used_by(engine, view.processes) if view.uuid in memory else {}
+        used = _used_by(facts.name, view.processes) if view.uuid in memory else {}
         if any(size >= components for size in used.values()):
             overhead[view.uuid] = {pid: process_overhead(size, components) for pid, size in used.items()}
     return overhead
@@ -176,9 +188,8 @@ def process_overhead(used: int, components: int) -> int:
 
 
 def _used_by(engine: str, processes: Maybe[tuple[HeldProcess, ...]]) -> Mapping[int, int]:
-    """Bytes by pid; the driver may list a process once for each of its contexts."""
-    used: dict[int, int] = {}
-    for process in () if isinstance(processes, Absent) else processes:
-        if process.holder == Holder("engine", engine) and process.used is not None:
-            used[process.pid] = used.get(process.pid, 0) + process.used
-    return used
+    """Bytes by pid."""
+    mine = Holder("engine", engine)
+    listed = () if isinstance(processes, Absent) else processes
+    ours = once_each(process for process in listed if process.holder == mine)
+    return {process.pid: process.used for process in ours if process.used is not None}

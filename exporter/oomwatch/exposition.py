@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -15,6 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from oomwatch import __version__, textformat, units
+from oomwatch.attribution import once_each
 from oomwatch.detectors.base import LEVEL, Subject, numbers
 from oomwatch.families import (
     ALLOCATOR_STATISTICS,
@@ -119,7 +120,7 @@ class SnapshotCollector(Collector):
         for state, count in self._probe_files().items():
             page.put("oomwatch_probe_files", count, state)
         most = self._process_series_per_gpu()
-        overheads: _Overheads = {engine.name: known(engine.overhead) or {} for engine in snapshot.engines}
+        overheads = _overheads(snapshot.engines)
         for gpu in snapshot.gpus:
             _put_gpu(page, gpu, most, overheads)
         places = _Places(snapshot)
@@ -280,8 +281,16 @@ def _put_calls(page: _Page, stats: CallStats) -> None:
 # --- GPUs and slices -------------------------------------------------------------------------------------------
 
 
-_Overheads: TypeAlias = Mapping[str, Mapping[str, Mapping[int, int]]]
-"""Bytes by engine, device and pid."""
+_Overheads: TypeAlias = Mapping[str, Mapping[int, int]]
+"""Bytes by device and pid."""
+
+
+def _overheads(engines: Iterable[EngineView]) -> _Overheads:
+    by_device: dict[str, dict[int, int]] = {}
+    for engine in engines:
+        for device, by_pid in (known(engine.overhead) or {}).items():
+            by_device.setdefault(device, {}).update(by_pid)
+    return by_device
 
 
 def _put_gpu(page: _Page, gpu: GpuView, most: int, overheads: _Overheads) -> None:
@@ -360,37 +369,22 @@ def _put_processes(
 ) -> None:
     if isinstance(view.processes, Absent):
         return
-    by_pid = _once_each(view.processes)
-    page.put(f"{prefix}_memory_overhead_bytes", _overhead_of_engines(view, overheads), *labels)
-    page.put(f"{prefix}_processes", len(by_pid), *labels)
-    page.put(f"{prefix}_omitted_processes", max(0, len(by_pid) - most), *labels)
-    first = sorted(by_pid, key=lambda process: (process.holder.kind != "engine", -(process.used or 0), process.pid))
+    processes, overhead = once_each(view.processes), overheads.get(view.uuid, {})
+    page.put(f"{prefix}_memory_overhead_bytes", _overhead_of_engines(processes, overhead), *labels)
+    page.put(f"{prefix}_processes", len(processes), *labels)
+    page.put(f"{prefix}_omitted_processes", max(0, len(processes) - most), *labels)
+    first = sorted(processes, key=lambda process: (process.holder.kind != "engine", -(process.used or 0), process.pid))
     for process in first[:most]:
         pid, holder = str(process.pid), process.holder
         page.put(f"{prefix}_process_memory_bytes", process.used, *labels, pid)
-        overhead = overheads.get(holder.name, {}).get(view.uuid, {}) if holder.kind == "engine" else {}
         page.put(f"{prefix}_process_memory_overhead_bytes", overhead.get(process.pid), *labels, pid)
         page.put(f"{prefix}_process_info", 1, *labels, pid, process.name, holder.kind, holder.name)
 
 
-def _once_each(listed: Iterable[HeldProcess]) -> list[HeldProcess]:
-    """One entry for each pid: the driver lists a process once for each of its contexts or instances."""
-    by_pid: dict[int, HeldProcess] = {}
-    for process in listed:
-        before = by_pid.get(process.pid)
-        if before:
-            both = None if before.used is None or process.used is None else before.used + process.used
-            process = replace(before, used=both)  # noqa: PLW2901 the merged entry takes the place of the listed one
-        by_pid[process.pid] = process
-    return list(by_pid.values())
-
-
-def _overhead_of_engines(view: GpuView | MigView, overheads: _Overheads) -> int | None:
+def _overhead_of_engines(processes: Iterable[HeldProcess], overhead: Mapping[int, int]) -> int | None:
     """The sum over the engines on a device; None when one is not known, as a part would pass for the whole."""
-    engines = [held.holder.name for held in known(view.held) or () if held.holder.kind == "engine"]
-    parts = [overheads.get(name, {}).get(view.uuid) for name in engines]
-    counted = [sum(part.values()) for part in parts if part is not None]
-    return sum(counted) if counted and len(counted) == len(parts) else None
+    engines = {process.pid for process in processes if process.holder.kind == "engine"}
+    return sum(overhead[pid] for pid in engines) if engines and engines <= overhead.keys() else None
 
 
 # --- engines ---------------------------------------------------------------------------------------------------

@@ -610,7 +610,7 @@ class Node:
             processes=() if gone else self._processes_of(engine.facts.name),
             gpu_memory=memory,
             gpu_memory_missing=missing,
-            overhead=engine_overhead(engine.facts, memory, engine.facts.name, gpus),
+            overhead=engine_overhead(engine.facts, memory, gpus),
             allocators=() if gone else self._told_by(engine.facts.name, self._allocators),
             owners=() if gone else self._told_by(engine.facts.name, self._owners),
             startup=None if gone or self._log_is_silent(engine.facts.name) else _startup_view(engine.story.now),

@@ -390,7 +390,6 @@ def test_a_name_given_by_combination_is_not_given_twice(proc: FakeProc) -> None:
 
 # --- what others make of it ------------------------------------------------------------------------------------------
 
-
 FOUND = EngineFacts("m", "http://127.0.0.1:8000/metrics", pids=(1, 2), max_model_len=512, origin="discovery")
 
 
